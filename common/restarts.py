@@ -22,8 +22,6 @@ class Restarts:
     """Allows at most ``limit`` restarts within any hour."""
 
     def __init__(self, limit: int) -> None:
-        if limit < 0:
-            raise ValueError(f"restarts is {limit}; expected 0 or more")
         self.limit = limit
         self._times: deque[float] = deque()  # of the restarts within the last hour
 

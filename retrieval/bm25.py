@@ -133,8 +133,6 @@ class BM25Searcher:
         threads: PositiveInt = 1,
         heap: str = "1g",
     ) -> None:
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ValueError(f"BM25 needs k1 >= 0 and 0 <= b <= 1; found k1={k1}, b={b}")
         start_jvm(heap)
         from jnius import JavaException, autoclass  # pyright: ignore[reportAttributeAccessIssue]  # defined in Cython
 

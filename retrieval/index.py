@@ -111,8 +111,6 @@ class BuildIndex:
             raise ValueError(f"kind {kind}: vectors must be absent (they belong to the dense kinds)")
         if lucene is not None and dense:
             raise ValueError(f"kind {kind}: lucene must be absent (it belongs to bm25)")
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1; found {threads}")
         self.kind: IndexKind = kind
         self.corpus, self.encoder, self.vectors = corpus, encoder, vectors
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None

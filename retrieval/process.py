@@ -68,8 +68,6 @@ class RetrieverProcess:
         backoff: NonNegativeFloat = 0.2,
         max_connections: PositiveInt = 64,
     ) -> None:
-        if topk < 1 or threads < 1:
-            raise ValueError(f"expected topk, threads >= 1; found {topk}, {threads}")
         self.indexes = [index] if isinstance(index, str) else list(index)
         self.topk, self.corpus, self.log = topk, corpus, log
         self.start_timeout, self._restarts = start_timeout, Restarts(restarts)
@@ -77,7 +75,6 @@ class RetrieverProcess:
         self._client_options = {
             "timeout": timeout, "retries": retries, "backoff": backoff, "max_connections": max_connections,
         }  # fmt: skip
-        RetrieverClient(["http://unused"], **self._client_options)  # report wrong values now, not hours later
         self.url: str | None = None
         self._server: ServerProcess | None = None
         self._client: RetrieverClient | None = None

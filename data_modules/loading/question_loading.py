@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from data_modules.datasets.files import DatasetError, shown, spread
 from data_modules.datasets.question_file import OnInvalidRow
@@ -39,9 +39,7 @@ class QuestionLoading:
         splits: shares the same files out among training, validation and test; null where each has its own files.
 
     Raises:
-        ValueError: prompts or on_invalid_row is neither of its values, the protocol would not show the prompts made
-            here,
-            or lcb_examples is negative.
+        ValueError: the protocol would not show the prompts made here.
     """
 
     protocol: ChatProtocol | None
@@ -54,12 +52,6 @@ class QuestionLoading:
     _read: dict[tuple[str, ...], list[Task]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.prompts not in get_args(Prompts):
-            raise ValueError(f"prompts is {self.prompts!r}; expected one of {', '.join(get_args(Prompts))}")
-        if self.on_invalid_row not in get_args(OnInvalidRow):
-            raise ValueError(f"on_invalid_row is {self.on_invalid_row!r}; expected 'refuse' or 'drop'")
-        if self.lcb_examples is not None and self.lcb_examples < 0:
-            raise ValueError(f"lcb_examples is {self.lcb_examples}; expected at least 0")
         if self.prompts != "as_given" and self.protocol is not None and not shows_task_prompts(self.protocol):
             raise ValueError(
                 f"prompts is {self.prompts!r}, which words the prompt of every task, but "

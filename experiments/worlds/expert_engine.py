@@ -25,8 +25,6 @@ class CarelessPolicy:
     """An expert with costly habits: with probability ``error_rate`` it starts a turn carelessly."""
 
     def __init__(self, error_rate: float = 0.15, seed: int = 0) -> None:
-        if not 0 <= error_rate < 1:
-            raise ValueError(f"error_rate is a probability below 1, got {error_rate}")
         self.error_rate, self.seed = error_rate, seed
 
     def slips(self, task: Task, turn: int) -> random.Random | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
-from common.validation import check_at_least_one
 from data_modules.datasets.questions import write_tasks
 from rollout.trajectory import Task
 
@@ -41,7 +40,6 @@ class WorldTask(ABC):
     ) -> None:
         self.seed = seed
         self.sizes = {"demonstrations": demonstrations, "train": train, "val": val, "test": test}
-        check_at_least_one(**self.sizes)
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common import ranks
-from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
@@ -93,7 +93,7 @@ class GatedSkills(SkillLoss):
         self,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: NonNegativeFloat = 0.01,
         gate: Gate = "gap",
         beta: NonNegativeFloat = 5.0,
@@ -187,7 +187,7 @@ class SkillShares(SkillTeacher):
         self,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: UnitInterval = 0.5,
         decay_iterations: PositiveInt = 100,
         rlsd_clip: UnitInterval = 0.2,

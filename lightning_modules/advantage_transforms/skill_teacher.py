@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from common import ranks
-from common.ranges import NonNegativeFloat, UnitInterval
+from common.ranges import NonNegativeFloat, OpenUnitInterval
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
 from lightning_modules.advantage_transforms.turns import turn_numbers
@@ -64,11 +64,9 @@ class SkillTeacher(AdvantageTransform):
         self,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: NonNegativeFloat = 0.01,
     ) -> None:
-        if not 0 < ema_decay < 1:
-            raise ValueError(f"ema_decay is {ema_decay}; expected a number between 0 and 1")
         if skills is None and skills_coef > 0:
             raise ValueError("skills is null, but skills_coef is above 0; name skills, or set skills_coef to 0")
         self._skills, self.skills_coef = skills, skills_coef

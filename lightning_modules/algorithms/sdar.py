@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
 from lightning_modules.advantage_transforms.skill_signals import (
     Gate,
     GatedSkills,
@@ -53,7 +53,7 @@ class SDAR(GRPO):
         clip_signal: bool = False,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: NonNegativeFloat = 0.01,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
@@ -83,7 +83,7 @@ class SkillSD(GRPO):
         policy: str,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: NonNegativeFloat = 0.001,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
@@ -116,7 +116,7 @@ class RLSD(GRPO):
         rlsd_clip: UnitInterval = 0.2,
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
-        ema_decay: UnitInterval = 0.99,
+        ema_decay: OpenUnitInterval = 0.99,
         skills_coef: UnitInterval = 0.5,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,

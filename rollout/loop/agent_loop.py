@@ -71,13 +71,8 @@ class Budgets:
     limit_eos: bool = False  # append an EOS to a call beyond max_turns, and train it like a sampled token
 
     def __post_init__(self) -> None:
-        for name in ("max_turn_tokens", "max_observation_tokens", "max_response_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.max_turns < (0 if self.final_turn else 1):
             raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
-        if self.step_timeout_s is not None and not self.step_timeout_s > 0:
-            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; expected seconds above 0, or null for no limit")
 
     def room(self, held: int, response: int) -> int:
         """Return how many tokens may still be sampled. 0 or less: none.

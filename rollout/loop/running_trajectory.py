@@ -193,21 +193,12 @@ class TurnGenerator:
 
     Args:
         entropy_tokens, top_logprobs: used for turns whose first tokens the sampler does not want.
-
-    Raises:
-        ValueError: on construction, if a number is out of range.
     """
 
     engine: Engine
     protocol: ChatProtocol
     entropy_tokens: int = 0
     top_logprobs: int = 10
-
-    def __post_init__(self) -> None:
-        if self.entropy_tokens < 0:
-            raise ValueError(f"entropy_tokens is {self.entropy_tokens}; expected 0 (none recorded) or more")
-        if self.top_logprobs < 1:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}; expected at least 1")
 
     async def generate(
         self, state: RunningTrajectory, sampling: SamplingParams, seed: int, hooks: Hooks, allowed: int

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.env_vars import child_environment
-from common.validation import check_at_least_one
 from experiments.worlds.household.games import Game
 from experiments.worlds.household.problem import game_file
 from experiments.worlds.household.simulator import Observation
@@ -56,15 +55,9 @@ class PddlPool:
     Args:
         python: interpreter that has alfworld 0.4; None: ``default_python()``.
         step_timeout_s: deadline of one command in seconds.
-
-    Raises:
-        ValueError: a number that is not positive.
     """
 
     def __init__(self, python: str | None, workers: int, step_timeout_s: float) -> None:
-        check_at_least_one(workers=workers)
-        if step_timeout_s <= 0:
-            raise ValueError(f"step_timeout_s is {step_timeout_s}; expected more than 0 seconds")
         self.python, self.workers = python, workers
         self.step_timeout_s = step_timeout_s
         self._free = asyncio.Semaphore(workers)

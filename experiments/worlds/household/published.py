@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
-from common.validation import check_at_least_one
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import write_tasks
 from experiments.worlds.household.games_on_disk import SPLITS, games_on_disk
@@ -36,7 +35,6 @@ class ListHousehold:
     """
 
     def __init__(self, folder: str, panel: PositiveInt = 128, seed: NonNegativeInt = 0) -> None:
-        check_at_least_one(panel=panel)
         self.folder, self.size, self.seed = folder, panel, seed
 
     def run(self, output_dir: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
-from common.validation import check_at_least_one
 from experiments.worlds.language import Draw, mixed_text, write_language
 from experiments.worlds.shopping.catalogue import Catalogue, write_catalogue
 from experiments.worlds.shopping.generate import generate_catalogue
@@ -134,7 +133,6 @@ class BuildShop(ShopTask):
     ) -> None:
         self.seed, self.size, self.shown = seed, size, shown
         self.sizes = {"val": val, "test": test, "demonstrations": demonstrations}
-        check_at_least_one(**self.sizes, shown=shown)
         self.options = {
             "asin_digits": asin_digits, "max_values": max_values, "brands": brands, "capitals": capitals,
         }  # fmt: skip

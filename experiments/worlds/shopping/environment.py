@@ -52,10 +52,6 @@ class Shopping:
         option_texts: OptionTexts = "pairs",
         topk: PositiveInt = TOPK,
     ) -> None:
-        if reward <= 0:
-            raise ValueError(f"reward is {reward}; expected more than 0 for a purchase that is what was wanted")
-        if option_texts not in ("pairs", "values"):
-            raise ValueError(f"option_texts is {option_texts!r}; expected pairs or values")
         self.reward = reward
         self._path = catalogue
         self._search = ProductSearch(search, topk)

@@ -32,14 +32,9 @@ class ShoppingExpert:
         error_rate: probability that a visit is careless: it chooses a wrong value for the first option if there is one,
             or, without options, buys the first result.
         seed: seed of the careless visits.
-
-    Raises:
-        ValueError: ``error_rate`` is not in [0, 1).
     """
 
     def __init__(self, error_rate: float = 0.0, seed: int = 0) -> None:
-        if not 0 <= error_rate < 1:
-            raise ValueError(f"error_rate is {error_rate}; expected a probability below 1")
         self.error_rate, self.seed = error_rate, seed
 
     def next_action(self, task: Task, info: Mapping[str, Any], past: Sequence[str]) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 import orjson
 
 from common.files import write_atomically
-from common.validation import check_at_least_one
 from experiments.worlds.shopping.catalogue import Catalogue
 from experiments.worlds.shopping.products import Product
 from retrieval.types import RetrievalError
@@ -47,7 +46,6 @@ class ProductSearch:
     """
 
     def __init__(self, retriever: Retriever, topk: int = TOPK) -> None:
-        check_at_least_one(topk=topk)
         self.retriever, self.topk = retriever, topk
 
     async def start(self, catalogue: Catalogue) -> None:

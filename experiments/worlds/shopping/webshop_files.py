@@ -20,7 +20,6 @@ from typing import Any
 
 import orjson
 
-from common.validation import check_at_least_one
 from experiments.worlds.shopping.catalogue import Catalogue
 from experiments.worlds.shopping.products import CatalogueError, Instruction, Option, Product
 
@@ -41,9 +40,7 @@ def load_webshop(items: str | Path, attributes: str | Path, limit: int | None = 
 
     Raises:
         CatalogueError: a file is missing, is not JSON, has another shape, or has no usable product.
-        ValueError: ``limit`` below 1.
     """
-    check_at_least_one(limit=limit)
     by_asin = _read_json(Path(attributes), dict, "an object by asin")
     products = list(_read_items(Path(items), limit, by_asin, seed))
     if not products:

@@ -260,9 +260,6 @@ def test_an_environment_that_hangs_costs_its_trajectory(protocol):
     assert "did not answer an action within 0.2 s (rollouts.step_timeout_s)" in loop.failures[-1]
     assert retriever.cancelled == ["Mira Voss birthplace"]
 
-    with pytest.raises(ValueError, match="step_timeout_s is 0; expected seconds above 0, or null"):
-        Budgets(step_timeout_s=0)
-
 
 RESULT = ToolResult("x", CallOutcome.OK)
 

@@ -140,8 +140,6 @@ def test_entropies_are_those_of_the_first_tokens(protocol):
         for trajectory in (looked, recorded, both):
             assert [turn.entropy for turn in trajectory.turns] == pytest.approx([first, second])
     assert [turn.entropy for turn in plain.turns] == [None, None]
-    with pytest.raises(ValueError, match="entropy_tokens is -1"):
-        make_loop(protocol, search_then_answer, entropy_tokens=-1)
 
 
 def test_the_last_turn_is_known_before_it_is_sampled(protocol):

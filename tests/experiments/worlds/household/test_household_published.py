@@ -88,7 +88,5 @@ def test_task_types_keep_their_shares(sizes, size, expected):
 def test_a_panel_larger_than_the_split_is_refused(folder, tmp_path):
     with pytest.raises(DatasetError, match="12 tasks, but a panel of 128 is wanted"):
         ListHousehold(str(folder)).run(tmp_path)
-    with pytest.raises(ValueError, match="panel is 0"):
-        ListHousehold(str(folder), panel=0)
     with pytest.raises(ValueError, match="expected ALFWorld's data"):
         ListHousehold(str(tmp_path / "nowhere")).run(tmp_path)
