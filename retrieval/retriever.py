@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
 from retrieval.corpus import PassageStore
-from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index_config import IndexMetadata, check_index, how_read
 from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
@@ -58,6 +58,19 @@ def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMe
                 f"skip_malformed, than index {indexes[0]} ({described[0].corpus}); a hybrid needs the same passages"
             )
     return described
+
+
+def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], k: int, constant: int = 60) -> list[tuple[int, float]]:
+    """Return the best ``k`` rows by ``sum of 1 / (constant + rank)``, ranks from 1, with these weights.
+
+    Scores are ignored, so that BM25 weights and cosines need no common scale. Equal sums are ordered by row.
+    Source: Cormack, Clarke, Buettcher (SIGIR 2009), whose constant is 60.
+    """
+    weights: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, row in enumerate(ranking, start=1):
+            weights[row] = weights.get(row, 0.0) + 1.0 / (constant + rank)
+    return sorted(weights.items(), key=lambda item: (-item[1], item[0]))[:k]
 
 
 class _Fused:

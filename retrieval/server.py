@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import orjson
 import yaml
@@ -45,7 +45,6 @@ from common.ranges import NonNegativeInt
 from common.secret import add_secret_option, demand_secret, server_secret
 from common.validation import first_problem
 from retrieval.batching import Answer, Batcher, OwnerThread
-from retrieval.hybrid import describe
 from retrieval.protocols import compare_by_calls, explain
 from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
@@ -150,6 +149,11 @@ def _render(answer: Answer, with_scores: bool) -> list[dict]:
     if not with_scores:
         return documents
     return [{"document": document, "score": d.score} for document, d in zip(documents, answer, strict=True)]
+
+
+def describe(backend: SearchBackend) -> list[Any]:
+    """Return the metadata of a backend's indexes, or its class, to show and to compare servers."""
+    return getattr(backend, "metadata", None) or [{"kind": f"{type(backend).__module__}.{type(backend).__qualname__}"}]
 
 
 def _well_formed(text: str) -> str:

@@ -62,9 +62,8 @@ class Hit(NamedTuple):
 class SearchBackend(Protocol):
     """Answers the searches of a server.
 
-    Examples: index folders (``retrieval.retriever.Retriever``), another search engine, several fused backends
-    (``retrieval.hybrid.Hybrid``), a reranked backend (``retrieval.rerank.Reranked``). One thread calls the constructor
-    and every method. ``GET /health`` shows the attribute ``metadata``, if it exists.
+    Examples: index folders (``retrieval.retriever.Retriever``), another search engine, a reranker around a backend. One
+    thread calls the constructor and every method. ``GET /health`` shows the attribute ``metadata``, if it exists.
     """
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:

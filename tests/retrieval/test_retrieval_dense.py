@@ -22,11 +22,10 @@ from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_i
 from retrieval.dense.searcher import DenseSearcher, recall
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
-from retrieval.hybrid import reciprocal_rank_fusion
 from retrieval.index import BuildIndex
 from retrieval.index_config import EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
 from retrieval.process import RetrieverProcess
-from retrieval.retriever import Retriever, SearchSettings
+from retrieval.retriever import Retriever, SearchSettings, reciprocal_rank_fusion
 from retrieval.server import parse_arguments
 from retrieval.types import Hit, IndexFolderError
 
