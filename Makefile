@@ -4,7 +4,7 @@
 VARIABLES := EXP SEED COMPARE RESUME FRESH ARGS LAUNCH NNODES NPROC PARTITION ACCOUNT TIME SBATCH MASTER_ADDR MASTER_PORT \
 	NODE_RANK LAUNCH_TIMEOUT CKPT TRUST PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
 	BENCHMARKS ALLOW QUESTIONS FAULTS ONLY
-ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR VLLM_% http_% https_%
+ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR UV_% VLLM_% http_% https_%
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 UNKNOWN := $(firstword $(filter-out $(VARIABLES) $(ENVIRONMENT) MAKE%,$(GIVEN)))
 ifneq ($(UNKNOWN),)
@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help examples help-launch setup alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help examples help-launch setup lock alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## print this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -43,6 +43,9 @@ help: ## print this text
 
 setup: ## make .venv (most other targets run it first)
 	@./scripts/setup.sh
+
+lock: ## write requirements/*.txt again; ARGS=--upgrade for new versions
+	@./scripts/lock.sh $(ARGS)
 
 alfworld: ## make .venv-alfworld, for original ALFWorld games (4 minutes)
 	@./scripts/setup_alfworld.sh

