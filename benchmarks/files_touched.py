@@ -133,7 +133,7 @@ def within(calls: Iterable[Call], begin: int, end: int) -> list[Call]:
 
 
 def reached(calls: Sequence[Call], roots: Iterable[tuple[str, str]], follow: Any = lambda call: True) -> list[Call]:
-    """The calls of the root functions, and those that they have led to, of the kind to ``follow``."""
+    """Return the calls of the root functions and all calls that follow from them, of the kind ``follow``."""
     known, before = set(roots), -1
     while len(known) > before:
         before = len(known)
@@ -163,7 +163,7 @@ def calculates(file: str, function: str) -> bool:
 
 
 def loss_files(class_path: str, batch: Sequence[Call]) -> tuple[set[str], set[str]]:
-    """The files of the loss, and plumbing beside them."""
+    """Return the files with the arithmetic of the loss, and separately the files that only pass values on."""
     module, _, name = class_path.rpartition(".")
     algorithm = getattr(importlib.import_module(module), name)
     abstract = {n for c in algorithm.__mro__ for n, f in vars(c).items() if getattr(f, "__isabstractmethod__", False)}

@@ -13,7 +13,7 @@ from rollout.trajectory import Trajectory
 
 
 def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:
-    """Check what a validation or test step returned.
+    """Check that a validation or test step returned a list of trajectories, and return it.
 
     Raises:
         TypeError: it is not a list of trajectories.

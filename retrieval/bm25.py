@@ -158,7 +158,7 @@ class BM25Searcher:
         return [self._hits(answers.get(str(number))) for number in range(len(queries))]
 
     def first_missing(self, ids: Iterable[int]) -> int | None:
-        """Return the smallest of these ids that no document has."""
+        """Return the smallest of the given ids that the index lacks."""
         return next((id_ for id_ in sorted(ids) if self._searcher.doc(str(id_)) is None), None)
 
     @staticmethod

@@ -97,7 +97,7 @@ class IndexMetadata:
     files: dict[str, int] = field(default_factory=dict)  # size of each file at build time
 
     def require_settings(self) -> None:
-        """Check that the settings fit the kind. Raises ValueError or TypeError."""
+        """Check that the search settings fit the kind of index. Raises ValueError or TypeError."""
         for name, config in (("encoder", EncoderConfig), ("hnsw", HNSWConfig), ("ivfpq", IVFPQConfig)):
             needed = name == self.kind.removeprefix("dense_") or (name == "encoder" and self.kind != "bm25")
             if needed or self.settings.get(name) is not None:

@@ -55,7 +55,7 @@ def make_questions(prompts: int, draw: random.Random) -> list[Task]:
 
 
 def prepare(folder: Path, model: str, prompts: int, samples: int, completion_tokens: int) -> None:
-    """Write the folder.
+    """Write the model, the tokenizer and the batch into the folder.
 
     Args:
         folder: an existing, empty folder.

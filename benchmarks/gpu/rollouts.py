@@ -213,7 +213,7 @@ class Watch(L.Callback):
 
 
 class Logged(L.Callback):
-    """Collects the logged metrics. Must be the last callback."""
+    """Callback that collects the logged metrics. Must be the last callback."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch

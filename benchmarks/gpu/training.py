@@ -42,7 +42,7 @@ def precision(setting: Setting) -> str:
 
 
 def fit(setting: Setting, module: GRPO, batches: Sequence[list[Trajectory]], **options: Any) -> L.Trainer:
-    """Train on these rollout batches, one iteration each."""
+    """Train on the given rollout batches, one iteration for each."""
     options = {"accelerator": "cpu" if setting.cpu else "cuda", "precision": precision(setting), **options}
     trainer = L.Trainer(devices=1, max_steps=len(batches), **dict.fromkeys(QUIET, False), **options)
     trainer.fit(module, train_dataloaders=torch.utils.data.DataLoader(list(batches), None))

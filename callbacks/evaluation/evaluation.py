@@ -58,7 +58,7 @@ def log_metrics(
 def update_evaluation_file(
     path: Path, split: str, metrics: Mapping[str, Interval], owned: Callable[[str], bool], header: Mapping[str, Any]
 ) -> None:
-    """Replace the metrics that the caller owns in ``evaluation.json`` and keep the others."""
+    """Update ``evaluation.json``: replace the metrics that the caller owns, and keep all other metrics."""
     content = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: value for name, value in content.get(split, {}).items() if not owned(name)}
     content[split] = kept | {name: metric.as_json() for name, metric in metrics.items()}
@@ -69,7 +69,8 @@ def update_evaluation_file(
 def add_metrics(
     trainer: L.Trainer, module: L.LightningModule, split: str, metrics: Mapping[str, Interval], prefix: str
 ) -> None:
-    """Log a callback's metrics and put them into ``evaluation.json`` in place of those with its prefix."""
+    """Log a callback's metrics and write them into ``evaluation.json``. They replace the metrics with the same
+    prefix."""
     assert prefix in OTHERS, f"{prefix} is not among OTHERS: Evaluation would take these metrics for its own"
     log_metrics(module, split, metrics)
     if trainer.is_global_zero:

@@ -46,7 +46,7 @@ def merge_into(source: str, adapters: Mapping[str, torch.Tensor], settings: Mapp
 
 
 def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: Mapping[str, Any], base: str) -> None:
-    """Write adapters as ``peft.PeftModel.from_pretrained(base_model, folder)`` reads them."""
+    """Write LoRA adapters in PEFT's format, for ``peft.PeftModel.from_pretrained(base_model, folder)``."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 

@@ -23,7 +23,7 @@ METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The metrics of one call."""
+    """One line of the file: the metrics of one call of ``append``."""
 
     step: int
     ms: int  # since the epoch

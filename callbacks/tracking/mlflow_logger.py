@@ -233,7 +233,7 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def flush(self) -> None:
-        """Wait until the store has everything logged so far, or does not take it."""
+        """Wait until the MLflow store has all metrics logged so far, or refuses them."""
         self._uploader.flush()
 
     @property

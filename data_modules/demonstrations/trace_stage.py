@@ -56,7 +56,7 @@ class TraceStage(ABC, Generic[Trace]):
 
     @abstractmethod
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
-        """Add further counts about a kept trace."""
+        """Count more properties of a trace that was kept, for the stage's table."""
 
     def shorten(self, trajectory: Trajectory, max_tokens: int) -> Trajectory | None:
         """Shorten a trajectory that is too long, or return None to drop it."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The trajectories of a rank after the exchange.
+    """The trajectories of a rank after ranks have exchanged groups to balance their tokens.
 
     Attributes:
         trajectories: each with its ``batch_index``, its position in the batch of all ranks.

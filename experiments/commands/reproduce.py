@@ -71,8 +71,8 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
-    """Make the experiment and those that it is compared with; return a row for each test. ``sampled`` adds tests with
-    sampled answers."""
+    """Run the experiment and the experiments that it is compared with. Returns one row per test. ``sampled`` adds tests
+    with sampled answers."""
     graph = make_graph(context)
     target, compared = runner.make(graph, context)
     tested = [stage for stage in (*compared, target) if StageFolder(stage.folder).evaluation.is_file()]

@@ -156,7 +156,8 @@ def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tupl
 
 
 def module_of(stage: Stage) -> Any:
-    """The module that ``stage`` trains, without models. Raises ExperimentError where it refuses its options."""
+    """Construct the module that ``stage`` trains, without its models. Raises ExperimentError where it refuses its
+    options."""
     from experiments.stages.parser import cli, instantiate, refusals
     from experiments.stages.validate import check_module
 

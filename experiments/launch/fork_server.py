@@ -56,7 +56,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """The used part of the interface of ``subprocess.Popen``."""
+    """A child of the fork server, with the methods of ``subprocess.Popen`` that the runner uses."""
 
     def __init__(self, process: BaseProcess, output: int | None) -> None:
         self._process = process

@@ -204,7 +204,7 @@ def read(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def adapter(hint: Any) -> TypeAdapter[Any]:
-    """The validator of an annotation."""
+    """Return pydantic's validator for a type annotation."""
     return TypeAdapter(hint)
 
 

@@ -286,7 +286,8 @@ class MaskAfterError(TurnWeighting):
 
 
 def turns_after_error(inputs: TurnInputs) -> Tensor:
-    """Number of each turn minus that of the first erroneous turn [B, K]; -inf without an error."""
+    """Count the turns since the first erroneous turn [B, K]: 0 for that turn, negative before it, -inf in rows without
+    an error."""
     errors = inputs.divergences.tokens.new_tensor([_error_turn(t) for t in inputs.trajectories])[:, None]
     return torch.arange(1, inputs.divergences.tokens.shape[1] + 1, device=errors.device)[None] - errors
 

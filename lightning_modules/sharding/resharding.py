@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def written_otherwise(path: Path, engine: Any) -> bool:
-    """Whether DeepSpeed cannot load the checkpoint itself.
+    """Whether the checkpoint was written with other ranks or another strategy, so that DeepSpeed cannot load it.
 
     That is a single file, or shards of another number of ranks, another stage or other sub-groups (another
     ``sub_group_size``). Reads the first file of model states.

@@ -137,7 +137,8 @@ def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fr
 
 
 def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[Fragment]:
-    """Lay out ZeRO-2's parameters: the group is one run of parameters, cut into equal parts at any element.
+    """Compute where ZeRO-2 stores each parameter. A parameter group is one flat tensor, cut into equal parts, also
+    inside a parameter.
 
     Args:
         mappings: of every rank up to this one: by name, an address with ``start`` (in the rank's part) and ``numel``.

@@ -116,7 +116,7 @@ class DenseSearcher:
         return self._index.ntotal
 
     def encode(self, queries: list[str]) -> np.ndarray:
-        """Return unit vectors [Q, dimension]."""
+        """Encode queries as unit vectors [Q, dimension]."""
         return self._encoder.encode_queries(queries)
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:

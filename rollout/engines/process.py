@@ -223,7 +223,8 @@ class EngineProcess:
             await self.wake_up()
 
     def forget(self) -> None:
-        """Remove the kept files, to make room before an update with nothing in flight."""
+        """Delete the files of the last weight update, to make room for the next one. For updates without requests in
+        flight."""
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None:

@@ -55,7 +55,8 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode. With a method ``resume`` (``loop.agent_loop.Resumable``) its trajectories can be forked."""
+    """One episode: executes the agent's actions and returns results, as in Gymnasium. With a method ``resume``
+    (``loop.agent_loop.Resumable``) its trajectories can be forked."""
 
     async def reset(self) -> FirstObservation | None:
         """Return the first observation, or None when the task's prompt is complete. Raises as ``step``."""

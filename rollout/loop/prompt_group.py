@@ -88,7 +88,7 @@ class GroupAdmission:
             await self._admission.opened()
 
     def begin(self) -> bool:
-        """Begin, unless an update is waiting. Returns whether the group has begun."""
+        """Let the group begin, unless a weight update is waiting. Returns whether the group has begun."""
         self._begun = self._begun or self._admission.enter()
         return self._begun
 

@@ -24,7 +24,8 @@ class PromptMode(StrEnum):
 
 
 class ChatProtocol(Protocol):
-    """Token in, token out: only prompts and observations are tokenised here, each exactly once."""
+    """Writes prompts and observations as token ids, and reads actions from sampled ids. Each text is tokenised exactly
+    once, and sampled ids are never encoded again."""
 
     tokenizer: Any  # Hugging Face's; only its length is used outside of the protocol
     tools: tuple[str, ...]  # names of the tools that its calls ask for

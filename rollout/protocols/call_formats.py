@@ -128,10 +128,9 @@ def hermes_calls(text: str) -> Calls:
 
 
 def verl_turn(text: str) -> tuple[str, Calls]:
-    """Return the turn and the calls that verl's parser finds in it, thinking included (verl/experimental/agent_loop/
-    tool_parser.py, HermesToolParser). Blocks that are not JSON with a name and arguments are skipped. Arguments other
-    than an object become an empty object, and the tool answers that it failed.
-    """
+    """Parse a turn as verl does: return its text and the calls that verl's parser finds, also inside thinking
+    (verl/experimental/agent_loop/ tool_parser.py, HermesToolParser). Blocks that are not JSON with a name and arguments
+    are skipped. Arguments other than an object become an empty object, and the tool answers that it failed."""
     calls: list[ToolRequest] = []
     for block in between(text, OPEN, CLOSE):
         try:

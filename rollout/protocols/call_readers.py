@@ -318,7 +318,7 @@ def _reader(chat: ChatBoundaries, name: str, schemas: Sequence[dict[str, Any]], 
 
 
 def written_cases(chat: ChatBoundaries) -> dict[str, str]:
-    """Return the turns of ``CASES`` as the template writes them, without those that it cannot express."""
+    """Render the test calls ``CASES`` with the chat template, without the calls that the template cannot express."""
     turns: dict[str, str] = {}
     for case, calls in CASES.items():
         try:
@@ -333,7 +333,7 @@ def written_cases(chat: ChatBoundaries) -> dict[str, str]:
 
 
 def survives(reader: CallReader, turn: str, calls: Calls) -> bool:
-    """Return whether the reader finds exactly these calls, with equal values of equal types."""
+    """Return whether the reader recovers exactly these calls from a turn, with equal values of equal types."""
     try:
         _, found = reader.read(turn)
     except ValueError:

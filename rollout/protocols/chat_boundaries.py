@@ -185,7 +185,7 @@ class ChatBoundaries:
         return {"name": function["name"], "arguments": arguments}
 
     def message(self, calls: Sequence[ToolRequest], quote: Callable[[str], str] = str) -> Message:
-        """Return the assistant's message with these calls; ``quote`` is applied to the texts among their arguments."""
+        """Return an assistant message with these tool calls. ``quote`` is applied to arguments that are texts."""
         written = [
             {"type": "function", "function": {"name": call.name, "arguments": _mapped(call.arguments, quote)}}
             for call in calls

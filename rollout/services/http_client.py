@@ -60,7 +60,8 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response of a service. The body is unchanged: a key such as "EMPTY" may occur in it."""
+    """Response of an HTTP service: status, headers and body. The body is unchanged: a key such as "EMPTY" may occur in
+    it."""
 
     status: int
     body: str

@@ -43,7 +43,7 @@ class UCB(SkillRetriever):
         )
 
     def scores(self) -> dict[str, float]:
-        """Return the scores by category; infinite for one without a reward."""
+        """Return the upper confidence bound of each category; infinite for a category that was never tried."""
         total = sum(count for count, _ in self._arms.values())
         scores = dict.fromkeys(self.bank.by_category, math.inf)
         for name, (count, reward) in self._arms.items():

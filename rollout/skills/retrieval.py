@@ -56,7 +56,7 @@ class SkillRetriever(ABC):
         return (self.with_categories(name) for name in self.bank.by_category)
 
     def check_task(self, task: Task) -> None:
-        """Raise ValueError where ``select`` would, whatever the text. Cheap: it runs for all tasks."""
+        """Raise ValueError if ``select`` would refuse the task with any text. Cheap: it runs for all tasks."""
         return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:

@@ -55,7 +55,7 @@ def query_of(arguments: dict[str, Any], clean: Callable[[str], str] = str) -> st
 
 
 class SearchTool:
-    """Search tool: ``{"query": str}`` to the ``topk`` best passages.
+    """Search tool. Takes ``{"query": str}`` and returns the ``topk`` best passages.
 
     Outcomes: OK; EMPTY without a match; REFUSED for an empty query, which is not sent and does not count as a search;
     ERROR when ``query`` is missing or not a string. A failing retriever raises InfrastructureError.

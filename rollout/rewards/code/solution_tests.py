@@ -81,7 +81,7 @@ class CodeReport:
 
 
 def check_tests(tests: Mapping[str, Any]) -> None:
-    """Raise ValueError if these tests have none of the forms above. For readers of data sets."""
+    """Raise ValueError if the tests have none of the forms that ``CodeTests`` documents. For readers of data sets."""
     if "test_code" in tests:
         _check_assertions(tests)
         return

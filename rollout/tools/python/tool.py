@@ -35,7 +35,8 @@ def program_text(code: str) -> str:
 
 
 class PythonTool:
-    """Python tool: ``{"code": str}`` to the output of the program, its last expression included.
+    """Python tool. Takes ``{"code": str}`` and returns the output of the program, with the value of its last
+    expression.
 
     Outcomes: OK; EMPTY when it printed nothing; ERROR when it failed (the text ends with a short traceback), used too
     much, or ``code`` is missing or not a string; TIMEOUT; REFUSED for an empty program, which is not run. Only a

@@ -40,8 +40,8 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
 
 
 class BrowsingSearch:
-    """Search tool: ``{"query": str}``, searched by another tool, to a second model's summary of the pages behind the
-    hits.
+    """Search tool. Takes ``{"query": str}``, searches with another tool, and returns a second model's summary of the
+    pages found.
 
     The model reads 3000 characters before and after the sentence of a page that is most like the hit's snippet, else
     the first 6000. If a page cannot be fetched, it reads the snippet. Results other than OK are returned unchanged, and
@@ -131,8 +131,8 @@ def final_information(reply: str) -> str | None:
 
 
 def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, least: float = 0.2) -> str:
-    """Return the text within ``reach`` characters of the sentence most like the snippet, by the F1 of their sets of
-    words; the first ``otherwise`` characters if no sentence has more than ``least``."""
+    """Return the text around the sentence that is most similar to the snippet (F1 of their sets of words), ``reach``
+    characters to each side. If no sentence exceeds ``least``, return the first ``otherwise`` characters."""
     wanted = words(snippet)
     best, span = least, None
     for start, end in sentences(text):

@@ -29,8 +29,8 @@ _HAN_PER_WORD = 2  # most words of modern Chinese have two characters
 
 
 class BrightDataSearch:
-    """Search tool: ``{"query": str}`` to one line "Page i: ..." per hit, the distinct, non-empty descriptions in Bing's
-    order.
+    """Search tool. Takes ``{"query": str}`` and returns a line "Page i: ..." per hit: the distinct, non-empty
+    descriptions in Bing's order.
 
     The hits are also documents: the id is the link, the text the description, the score 1 / rank. Chinese queries
     are searched in Chinese, others in English. Equal queries at the same time share one request.

@@ -51,7 +51,7 @@ class Program:
         self.source = -1
 
     def read(self) -> bool:
-        """Read its output; False at the end of it."""
+        """Read the program's output. Returns False at its end."""
         try:
             data = os.read(self.output, 1 << 16)
         except BlockingIOError:

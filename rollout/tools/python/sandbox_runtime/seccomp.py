@@ -102,7 +102,7 @@ def build(pid: int, threads: bool, metadata: bool) -> bytes:
 
 
 def available() -> bool:
-    """Return whether the kernel takes filters, and this is the architecture with the numbers above."""
+    """Return whether the kernel accepts seccomp filters, and the processor has the system call numbers of this file."""
     if os.uname().machine != "x86_64":
         return False
     linux.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None, 0, 0)

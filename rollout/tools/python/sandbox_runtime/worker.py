@@ -22,7 +22,7 @@ OURS = ("child", "linux", "prepare", "program", "seccomp", "view", "worker", "zy
 
 @dataclass(frozen=True)
 class Confinement:
-    """The server's preparations, and the limits."""
+    """How the server confines a program: means of isolation, users and limits."""
 
     view: str  # "mounts", "landlock" or "none"
     rules: int  # Landlock's descriptor, -1 if none

@@ -21,7 +21,7 @@ STATUS = struct.Struct("<Ii")  # number, exit code as of os.waitstatus_to_exitco
 
 
 class Zygote:
-    """The server's end of the connection to the zygote."""
+    """The zygote is a process that forks the programs' processes. This is the server's end of the connection to it."""
 
     def __init__(self, pid: int, requests: socket.socket, statuses: int) -> None:
         self.pid, self.requests, self.statuses = pid, requests, statuses
@@ -43,7 +43,7 @@ class Zygote:
         return to_source, from_output
 
     def stop(self, number: int) -> None:
-        """Kill a process. No effect on one that has ended."""
+        """Kill a program's process. Does nothing if the process has ended."""
         self.requests.send(REQUEST.pack(number, False))
 
     def ended(self) -> list[tuple[int, int]]:
