@@ -86,7 +86,8 @@ class EngineProcess:
             threads: of the child, on CPU.
             environment: variables of the child beside those of `child_environment`.
             heartbeat_timeout_s: limit for the seconds without a heartbeat, while the child starts or has work; then it
-                counts as hung. A heartbeat is an answer, or a message once a second during the start and between steps.
+                counts as hung. A heartbeat is an answer, or a message once a second during the start and between engine
+                steps.
             restarts: restarts per hour, at most; then requests fail with the reason. An exception before the first
                 answer is not followed by a restart, because the next child would raise it again.
         """

@@ -34,7 +34,8 @@ BEAT_S = 1.0  # longest pause between heartbeats, while there is work
 
 
 class Backend(Protocol):
-    """The part of the child that computes. `add` takes requests, `step` samples, and weights change between steps."""
+    """The part of the child that computes. `add` takes requests, `step` runs one engine step, and weights change between
+    engine steps."""
 
     version: int  # of the weights; set by this module after each update
 
@@ -51,7 +52,9 @@ class Backend(Protocol):
     def cancel(self, request_id: int) -> None: ...
 
     def step(self) -> list[tuple[int, Generation | Exception]]:
-        """Sample. An exception in place of a generation fails that request; a raised exception ends the process."""
+        """Run one engine step, and return the finished requests.
+
+        An exception in place of a generation fails that request; a raised exception ends the process."""
         ...
 
     def check(self, files: WeightFiles) -> None:
@@ -160,7 +163,7 @@ class _Pipe:
 
 
 def _serve(connection: Connection, backend: Backend) -> None:
-    """Alternate between messages and steps until the parent sends "close".
+    """Alternate between messages and engine steps until the parent sends "close".
 
     A "load" or "transfer" waits for the requests before it, and later requests wait for it, so that one version of the
     weights samples a generation. With "between steps" it happens at once, and requests in flight continue with the new
