@@ -34,8 +34,8 @@ BEAT_S = 1.0  # longest pause between heartbeats, while there is work
 
 
 class Backend(Protocol):
-    """The part of the child that computes. `add` takes requests, `step` runs one engine step, and weights change between
-    engine steps."""
+    """The part of the child that computes. `add` takes requests, `step` runs one engine step, and weights change
+    between engine steps."""
 
     version: int  # of the weights; set by this module after each update
 
