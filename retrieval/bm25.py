@@ -82,7 +82,7 @@ def build_lucene_index(
 
 
 def require_rows(lucene: Path, store: PassageStore) -> None:
-    """Check that an existing Lucene index has these passages. Raises IndexFolderError.
+    """Check that an existing Lucene index contains exactly the given passages. Raises IndexFolderError.
 
     Compares the count, and the ids of a sample, which must be the rows (0, 1, ...)."""
     searcher = BM25Searcher(lucene)

@@ -98,7 +98,8 @@ def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
 
 
 def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Map question ids to sums of columns over the attempts that have all of them; empty if a column is missing."""
+    """Sum the given columns per question, over the attempts that have a value in every column. Empty if a column is
+    missing."""
     frame = question_frame(folder)
     if not set(columns) <= set(frame.columns):
         return {}

@@ -156,7 +156,7 @@ def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | 
 
 
 def discriminates(history: pl.DataFrame) -> bool:
-    """Whether gates differ between tokens. Without a gate, or at beta 0, all are on the same side of one half."""
+    """Whether gates differ between tokens. Without a gate, or at beta 0, all gates are equal."""
     shares = history.filter(pl.col("metric") == ACTIVE)["value"]
     return bool(((shares > 0) & (shares < 1)).any())
 

@@ -80,7 +80,8 @@ def unwritten(target: Any) -> list[str]:
 
 
 def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
-    """Return a parameter of the constructor or of those of the bases, and its annotation; (None, Any) if unknown."""
+    """Find a parameter of a class's constructor, also in its base classes. Returns the parameter and its annotation,
+    (None, Any) if it is unknown."""
     for function in constructors(target):
         try:
             parameter = inspect.signature(function).parameters.get(name)

@@ -230,7 +230,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """Return a message with the error, and for faults of the machine with what to do."""
+    """Describe an error in one message. For faults of the machine, such as a full disk, add what to do."""
     text = str(error) or type(error).__name__
     if isinstance(error, DiskFullError):
         return error.strerror or text

@@ -72,7 +72,7 @@ class Lock:
                 stream.truncate(0)
 
     def update(self, **fields: Any) -> None:
-        """Change what ``owner`` returns, also on other nodes: the fields are written through to the disk."""
+        """Change the facts that ``owner`` returns, also on other nodes: the fields are written through to the disk."""
         with self.path.open("r+") as stream:
             text = json.dumps({**json.loads(stream.read() or "{}"), **fields})
             stream.seek(0)

@@ -96,6 +96,6 @@ def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) 
 
 
 def repeated_list(rng: random.Random, thing: Draw, length: int = 12) -> str:
-    """Write names in random order, then the same names again, which teaches copying."""
+    """Write names in random order, then the same list once more. A model learns copying from such texts."""
     items = " ".join(thing(rng) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"

@@ -174,8 +174,8 @@ class AdvantageTransform(ConfigRepr):
 
 
 def check_transforms(algorithm: Algorithm) -> None:
-    """Refuse transforms without effect, those that cancel others, and those that compare groups where the algorithm
-    has none."""
+    """Refuse transforms that have no effect, that cancel another transform, or that compare groups in an algorithm
+    without groups."""
     lost: list[str] = []  # names of earlier transforms that assign credit
     for transform in algorithm.advantage_transforms:
         name = type(transform).__name__

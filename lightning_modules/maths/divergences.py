@@ -25,7 +25,7 @@ LOGIT_FLOOR = -1e4
 
 
 def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut both logits to the smaller vocabulary, before any softmax.
+    """Cut the logits of student and teacher to the smaller of their vocabularies, before any softmax.
 
     Qwen2.5 has 151,936 output rows up to 3B and 152,064 above; the rows in excess are padding
     (docs/papers/dgpo.md 1.5).

@@ -39,7 +39,8 @@ BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that the
 
 
 def packed_name(attention: str) -> str:
-    """Name the implementation that does for packed rows what ``attention`` does for padded ones.
+    """Return the name of the attention implementation for packed rows that corresponds to ``attention`` for padded
+    rows.
 
     Raises:
         ValueError: no packed implementation exists.

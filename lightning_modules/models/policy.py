@@ -113,7 +113,7 @@ def embedding_rows(path: str) -> int | None:
 
 
 def require_rows(student: str, teacher: str, sampled: bool = True) -> None:
-    """Refuse a model with fewer embedding rows than the student has token ids, as far as both are known.
+    """Refuse a model whose embedding has fewer rows than the student has token ids, if both numbers are known.
 
     Args:
         student: folder (or owner/name) of the policy.

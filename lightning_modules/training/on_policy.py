@@ -366,7 +366,8 @@ class OnPolicyModule(PolicyModule):
     def apply_transforms(
         self, rollout: RolloutBatch, advantages: Tensor
     ) -> tuple[Tensor, tuple[RowTensors | None, ...]]:
-        """Add the signals of all transforms to the advantages; return also what each keeps for its loss."""
+        """Apply all advantage transforms. Returns the advantages, and the values that each transform keeps for its
+        loss."""
         kept: list[RowTensors | None] = []
         for transform in self.advantage_transforms:
             advantages, own = transform.transform(rollout, advantages)

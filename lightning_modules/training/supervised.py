@@ -94,7 +94,7 @@ class SupervisedModule(PolicyModule):
 
     @property
     def imitates_tokens(self) -> bool:
-        """Whether the loss raises the likelihood of the trajectories' tokens, whoever wrote them."""
+        """Whether the loss raises the likelihood of the trajectories' tokens, regardless of their author."""
         return True
 
     def on_train_start(self) -> None:

@@ -63,7 +63,7 @@ class VectorShards:
             yield np.asarray(part, dtype=np.float32)
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the rows with these numbers, [len(numbers), dimension] float32."""
+        """Return the vectors with the given row numbers, [len(numbers), dimension] float32."""
         files, within = np.divmod(numbers, self.described["rows"])
         found = np.empty((len(numbers), self.dimension), dtype=np.float32)
         places = [(self._parts[file], np.flatnonzero(files == file)) for file in np.unique(files)]

@@ -478,8 +478,8 @@ class EngineProcess:
                         self._send_to_child("cancel", number)
 
     def restore(self, child: Child) -> None:
-        """Give a new child the kept weights, compared with their checksums, and put it to sleep if the dead one slept.
-        Raises as `Child.ask`."""
+        """Load the weights of the dead child, compared by checksum, into a new child, and put it to sleep if the dead
+        child slept. Raises as `Child.ask`."""
         with self._lock:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"
@@ -501,7 +501,7 @@ class EngineProcess:
         _resolve([(asked, error)])
 
     def fail(self, why: InfrastructureError) -> None:
-        """Fail all messages, now and until `start`."""
+        """Fail all unanswered messages, and every new message until the next `start`."""
         with self._lock:
             self._failure = why
             waiting, self._asked, self._loading = list(self._asked.values()), {}, None

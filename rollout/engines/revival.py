@@ -21,7 +21,7 @@ START_FACTOR = 3.0  # a restart may take this many times as long as the first st
 
 
 class Owner(Protocol):
-    """The engine, as its children's keeper sees it."""
+    """The methods of an engine that ``Children`` calls."""
 
     def receive(self, results: Results) -> None:
         """Take a child's answers. Called in the child's reader thread."""
@@ -37,7 +37,8 @@ class Owner(Protocol):
         ...
 
     def before_restart(self, why: str, counted: bool) -> str:
-        """Fail what the next child cannot continue. Returns which weights that child gets, in words."""
+        """Fail the messages that the next child cannot continue. Returns a phrase that names the weights of that
+        child."""
         ...
 
     def restore(self, child: Child) -> None:
@@ -49,7 +50,7 @@ class Owner(Protocol):
         ...
 
     def fail(self, why: InfrastructureError) -> None:
-        """Fail all messages, now and until `start`."""
+        """Fail all unanswered messages, and every new message until the next `start`."""
         ...
 
 

@@ -60,7 +60,7 @@ def write(path: Path, tasks: Sequence[Task]) -> None:
 
 
 def panel(tasks: Sequence[Task], size: int, seed: int) -> list[Task]:
-    """Draw ``size`` tasks and return them in their order.
+    """Draw ``size`` of the tasks, and return them in the order of the list.
 
     Each data source gets its share, rounded by largest remainders, then by name.
 

@@ -105,7 +105,7 @@ def attribute_matches(product: Product, goal: Goal) -> int:
 
 
 def option_matches(options: Mapping[str, str], goal: Goal, option_texts: OptionTexts = "pairs") -> int:
-    """Count the wanted options that match a chosen one, whatever its name."""
+    """Count the wanted options whose value matches a chosen option, under any name."""
     chosen = [normalize_colour(value) for value in options.values()]
     wanted = [_wanted_text(name, value, option_texts) for name, value in goal.options]
     return sum(any(token_set_ratio(own, text) > MATCH_ABOVE for own in chosen) for text in wanted)

@@ -93,7 +93,8 @@ class BuildWordProblems(WorldTask):
 
 
 def repeated_list(rng: random.Random, length: int = 20) -> str:
-    """Write names, things and numbers in random order, then the same again, which teaches copying first."""
+    """Write names, things and numbers in random order, then the same list once more. A model learns copying from such
+    texts."""
     words = [*WORDS["names"], *WORDS["things"], *WORDS["holders"]]
     items = " ".join(str(rng.randint(11, 99)) if rng.random() < 0.5 else rng.choice(words) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"

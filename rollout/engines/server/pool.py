@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 class ServerPool:
-    """Servers of one model, and ``held``, the weights that they must hold. Belongs to one event loop.
+    """The servers of one model. ``held`` are the weights that they must have. Belongs to one event loop.
 
     A server is *lost* if it cannot be reached, its engine has died, or it holds other weights. The pool checks a lost
     server repeatedly. The server serves again once it holds the right weights, or has loaded them from the sender's

@@ -22,7 +22,7 @@ class WeightsMoved(Exception):
 
 
 class ServerWeights:
-    """The push that an engine holds: its ``tag`` and policy ``version``.
+    """Records which push the engine has loaded: its ``tag`` and policy ``version``.
 
     ``refusal`` says why the engine may not sample until all weights are pushed: a transfer has not finished, or the
     engine restarted and lost the push."""
