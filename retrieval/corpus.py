@@ -377,7 +377,7 @@ def write_store(
 
 
 def link_store(source: Path, folder: Path) -> None:
-    """Link the store of another index of the same corpus, see ``link``."""
+    """Reuse the passage files of another index of the same corpus, as hard links where possible (see ``link``)."""
     (folder / "passages").mkdir(parents=True)
     for path in (source / "offsets.bin", source / "store.json", *sorted((source / "passages").glob("*.jsonl"))):
         link(path, folder / path.relative_to(source))

@@ -28,7 +28,7 @@ def ask(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the files of an earlier request."""
+    """Remove the files of an earlier stop request from the stage's folder."""
     for name in (REQUEST, STOPPED):
         (folder / name).unlink(missing_ok=True)
 

@@ -61,7 +61,7 @@ class RowFault(ValueError):
 
 
 class Reader:
-    """Reads the parts of a row one by one and collects their faults."""
+    """Reads the values of one row of a question file, and collects the faults of all values."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []

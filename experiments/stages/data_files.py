@@ -162,7 +162,8 @@ class PromptWriters:
         self._made: dict[str, Any] = {}
 
     def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
-        """Return the writer for a part of the data, or None where the stage has no rollouts.
+        """Return the object that writes the first prompts for a split of the data, or None if the stage has no
+        rollouts.
 
         Args:
             required: if false, return None for a missing tokenizer folder, or for skills that cannot be made yet.
@@ -245,7 +246,8 @@ def read(stage: Stage, reference: str) -> DataFile:
 
 
 def loading(config: Config) -> QuestionLoading:
-    """Return the selection of questions in a configuration. ``reader_options`` returns the options of its reader."""
+    """Construct the ``QuestionLoading`` that a configuration describes. ``reader_options`` returns the options of its
+    reader."""
     from data_modules.datasets.splits import Splits
     from data_modules.loading.question_loading import QuestionLoading
 

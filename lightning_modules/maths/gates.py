@@ -98,7 +98,8 @@ def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tenso
 
 
 def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
-    """Number the stretch of its turn in which each token lies [B, T] int64: 1..parts, 0 outside of turns.
+    """Cut each turn into ``parts`` equal parts, and number the part of each token [B, T] int64: 1..parts, 0 outside of
+    turns.
 
     The middle of a token decides: token j of n (from 0) is in stretch floor(parts (j + 1/2) / n) + 1. The only token of
     a turn is in the middle stretch.

@@ -341,7 +341,8 @@ def named_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterat
 def in_buckets(
     weights: Iterable[tuple[str, list[nn.Parameter], Combine | None]], bucket_elements: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate like ``named_weights`` over tensors that are one parameter, or a function of several."""
+    """Gather weights in buckets of ``bucket_elements``, and yield (name, tensor). Each weight is one parameter, or a
+    combination of several."""
     bucket: list[tuple[str, list[nn.Parameter], Combine | None]] = []
     size = 0
     for entry in weights:
