@@ -14,11 +14,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.ranges import NonNegativeFloat, PositiveInt, UnitInterval
-from retrieval.corpus import PassageStore
 from retrieval.types import Hit, IndexFolderError, RetrievalFailure
 
 _INSTALL = "install the project's packages (make setup)"
@@ -81,25 +80,6 @@ def build_lucene_index(
         )
 
 
-def require_rows(lucene: Path, store: PassageStore) -> None:
-    """Check that an existing Lucene index contains exactly the given passages. Raises IndexFolderError.
-
-    Compares the count, and the ids of a sample, which must be the rows (0, 1, ...)."""
-    searcher = BM25Searcher(lucene)
-    try:
-        found, expected = len(searcher), len(store)
-        if found != expected:
-            raise IndexFolderError(f"lucene {lucene}: {found} documents; the corpus has {expected}: give its own index")
-        missing = searcher.first_missing({round(i * (expected - 1) / 999) for i in range(1000)})
-        if missing is not None:
-            raise IndexFolderError(
-                f"lucene {lucene}: no document has the id {missing}; expected the rows of the corpus as ids, 0 to "
-                f"{expected - 1}: leave lucene out to index the corpus"
-            )
-    finally:
-        searcher.close()
-
-
 def _tail(text: str, lines: int = 15) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
@@ -156,10 +136,6 @@ class BM25Searcher:
             ids.add(str(number))
         answers = self._searcher.batch_search(texts, ids, k, self._threads)
         return [self._hits(answers.get(str(number))) for number in range(len(queries))]
-
-    def first_missing(self, ids: Iterable[int]) -> int | None:
-        """Return the smallest of the given ids that the index lacks."""
-        return next((id_ for id_ in sorted(ids) if self._searcher.doc(str(id_)) is None), None)
 
     @staticmethod
     def _hits(scored: list) -> list[Hit]:

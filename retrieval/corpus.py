@@ -376,13 +376,6 @@ def write_store(
     return StoreSummary(len(offsets), file_sha256(corpus), malformed.rows)
 
 
-def link_store(source: Path, folder: Path) -> None:
-    """Reuse the passage files of another index of the same corpus, as hard links where possible (see ``link``)."""
-    (folder / "passages").mkdir(parents=True)
-    for path in (source / "offsets.bin", source / "store.json", *sorted((source / "passages").glob("*.jsonl"))):
-        link(path, folder / path.relative_to(source))
-
-
 def link(source: Path, target: Path) -> None:
     """Copy a file, as a hard link if the disk allows it."""
     try:

@@ -37,9 +37,7 @@ from typing import Any
 from common.ranges import PositiveInt
 from retrieval.corpus import (
     PassageStore,
-    StoreSummary,
     link,
-    link_store,
     link_tree,
     require_corpus,
     write_description,
@@ -53,7 +51,6 @@ from retrieval.index_config import (
     IndexMetadata,
     IVFPQConfig,
     check_index,
-    how_read,
     read_metadata,
 )
 from retrieval.types import IndexFolderError
@@ -73,15 +70,11 @@ class BuildIndex:
         vectors: for the dense kinds, existing vectors of the passages in corpus order, instead of encoding them: a
             Faiss index of this kind (such as Search-R1's ``e5_HNSW64.index``), an exact index (its ``e5_Flat.index``)
             for any kind, or the folder ``vectors`` of another index.
-        lucene: for bm25, an existing Lucene index whose ids are the corpus's rows (such as Search-R1's ``bm25``). It
-            orders equal scores by the id as a text, our index by the row.
         threads: of Lucene's indexer, or of torch and Faiss.
         java_heap: memory of Lucene's indexer.
         device: of the encoder; ``auto`` takes a GPU if available.
         columns: for your own corpus, see ``retrieval.corpus.read_corpus``.
         skip_malformed: skip unusable rows, and report their number. False: the first one is an error.
-        passages_of: folder of another index of this corpus, with the same ``columns`` and ``skip_malformed``. Its
-            passages are hard-linked (copied without links), so that the indexes of a hybrid store the text once.
     """
 
     def __init__(
@@ -96,9 +89,7 @@ class BuildIndex:
         device: str = "auto",
         columns: dict[str, str] | None = None,
         ivfpq: IVFPQConfig | None = None,
-        lucene: str | None = None,
         skip_malformed: bool = False,
-        passages_of: str | None = None,
     ) -> None:
         dense = kind != "bm25"
         if dense != (encoder is not None):
@@ -109,15 +100,12 @@ class BuildIndex:
             raise ValueError(f"kind {kind}: ivfpq must be absent (it belongs to dense_ivfpq)")
         if vectors is not None and not dense:
             raise ValueError(f"kind {kind}: vectors must be absent (they belong to the dense kinds)")
-        if lucene is not None and dense:
-            raise ValueError(f"kind {kind}: lucene must be absent (it belongs to bm25)")
         self.kind: IndexKind = kind
         self.corpus, self.encoder, self.vectors = corpus, encoder, vectors
         self.hnsw = (hnsw or HNSWConfig()) if kind == "dense_hnsw" else None
         self.ivfpq = (ivfpq or IVFPQConfig()) if kind == "dense_ivfpq" else None
         self.threads, self.java_heap, self.device = threads, java_heap, device
-        self.columns, self.skip_malformed, self.passages_of = columns, skip_malformed, passages_of
-        self.lucene = lucene
+        self.columns, self.skip_malformed = columns, skip_malformed
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Build, or keep, ``output_dir/index``. Returns its metadata and path.
@@ -144,7 +132,7 @@ class BuildIndex:
     def _settings(self) -> dict[str, Any]:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw, "ivfpq": self.ivfpq}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
-        settings |= {name: value for name in ("vectors", "lucene") if (value := getattr(self, name))}
+        settings |= {"vectors": self.vectors} if self.vectors else {}
         return settings | self._reading()
 
     def _reading(self) -> dict[str, Any]:
@@ -152,33 +140,17 @@ class BuildIndex:
         reading = {"columns": self.columns} if self.columns is not None else {}
         return reading | ({"skip_malformed": True} if self.skip_malformed else {})
 
-    def _store(self, corpus: Path, folder: Path) -> StoreSummary:
-        if self.passages_of is None:
-            return write_store(corpus, folder, columns=self.columns, skip_malformed=self.skip_malformed)
-        other = check_index(self.passages_of, corpus)
-        theirs = how_read(other)
-        if theirs != self._reading():
-            raise IndexFolderError(
-                f"passages_of {self.passages_of}: its corpus was read with {theirs or 'the defaults'}, this index has "
-                f"{self._reading() or 'the defaults'}; give both the same columns and skip_malformed"
-            )
-        link_store(Path(self.passages_of), folder)
-        return StoreSummary(other.passages, other.corpus_sha256, other.skipped)
-
     def _build(self, corpus: Path, folder: Path) -> IndexMetadata:
         started, size = time.monotonic(), corpus.stat().st_size
-        summary, recall = self._store(corpus, folder), None
+        recall: float | None = None
+        summary = write_store(corpus, folder, columns=self.columns, skip_malformed=self.skip_malformed)
         if self.encoder is None:  # bm25
-            from retrieval.bm25 import build_lucene_index, require_rows
+            from retrieval.bm25 import build_lucene_index
 
-            if self.lucene is None:
-                build_lucene_index(
-                    folder / "passages", folder / "lucene",
-                    expected=summary.passages, threads=self.threads, heap=self.java_heap,
-                )  # fmt: skip
-            else:
-                require_rows(Path(self.lucene), PassageStore(folder))
-                link_tree(Path(self.lucene), folder / "lucene")
+            build_lucene_index(
+                folder / "passages", folder / "lucene",
+                expected=summary.passages, threads=self.threads, heap=self.java_heap,
+            )  # fmt: skip
         else:
             passages = summary.sha256 + "".join(f" {name} {value}" for name, value in self._reading().items())
             recall = self._build_dense(folder, passages, self.encoder)

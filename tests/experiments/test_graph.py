@@ -176,7 +176,7 @@ def test_options_of_ours_that_name_a_folder_are_known():
                     hint = ast.unparse(option.annotation) if option.annotation else "Any"
                     if text and "folder" in text[1].lower() and re.search(r"\b(str|Any)\b", hint):
                         named.add((node.name, option.arg))
-    assert ("BuildIndex", "passages_of") in named and len(named) > 20
+    assert ("BuildIndex", "vectors") in named and len(named) > 20
     assert {f"{name}.{option}" for name, option in named if option not in FOLDERS} <= watching
 
 

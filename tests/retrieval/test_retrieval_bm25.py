@@ -1,18 +1,13 @@
 """Lucene against BM25 written out in Python: the same passages, in the same order, with the same scores."""
 
 import asyncio
-import json
 import math
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from retrieval.bm25 import build_lucene_index
 from retrieval.client import RetrieverClient
 from retrieval.process import RetrieverProcess
 from retrieval.types import Document
@@ -80,31 +75,3 @@ def compare(corpus, queries: list[str], answers: list[list[Document]], *, k1: fl
         own = [scores[int(document.id[1:])] for document in documents]  # each in its place, up to ties
         assert own == pytest.approx(expected, abs=ROUNDING)
         assert len({document.id for document in documents}) == len(documents)
-
-
-@pytest.mark.slow
-def test_a_lucene_index_made_elsewhere_is_taken_over(corpus, bm25_index, tmp_path):
-    """As Search-R1 publishes one: its ids are the rows, without our zeros before them."""
-
-    def lucene(name: str, passages: int) -> str:
-        (tmp_path / name).mkdir()
-        lines = [json.dumps({"id": str(row), "contents": text}) for row, text in enumerate(corpus.contents[:passages])]
-        (tmp_path / name / "docs.jsonl").write_text("\n".join(lines))
-        build_lucene_index(tmp_path / name, tmp_path / f"{name}-lucene", expected=passages)
-        return str(tmp_path / f"{name}-lucene")
-
-    def build(folder: str) -> subprocess.CompletedProcess:
-        words = ["--corpus", str(corpus.path), "--output", str(tmp_path / "built"), "--lucene", folder]
-        command = [sys.executable, "-m", "retrieval", "build", *words]
-        return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-
-    assert "100 documents; the corpus has 200" in build(lucene("half", 100)).stderr
-    assert "no document has the id 0; expected the rows of the corpus as ids" in build(f"{bm25_index}/lucene").stderr
-    built = json.loads(build(lucene("whole", 200)).stdout)
-    queries = corpus.words[:40]
-    adopted = RetrieverProcess(built["index"])
-    try:
-        found = asyncio.run(ask(adopted, queries))
-    finally:
-        adopted.stop()
-    compare(corpus, queries, found, k1=0.9, b=0.4)

@@ -15,7 +15,7 @@ from retrieval.__main__ import main as build_or_serve
 from retrieval.corpus import PassageStore, file_sha256
 from retrieval.index import BuildIndex, _partial_folder
 from retrieval.index_config import EncoderConfig, HNSWConfig, check_index, read_metadata
-from retrieval.retriever import Retriever, SearchSettings, check_indexes
+from retrieval.retriever import SearchSettings, check_indexes
 from retrieval.types import CorpusError, IndexFolderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,27 +83,6 @@ def test_an_index_that_leaves_malformed_rows_out_says_so_and_is_not_kept_without
     assert (built["passages"], built["skipped"]) == (1, 1)
     with pytest.raises(CorpusError, match="line 2: not JSON"):
         BuildIndex(str(path)).run(tmp_path / "out")
-
-
-def test_two_indexes_of_a_corpus_store_its_text_once(corpus, bm25_index, tmp_path):
-    first = Path(bm25_index)
-    second = Path(BuildIndex(str(corpus.path), passages_of=bm25_index).run(tmp_path)["index"])
-    for name in ("passages/00000.jsonl", "offsets.bin", "store.json"):
-        assert (first / name).stat().st_ino == (second / name).stat().st_ino
-    query = corpus.contents[7].partition("\n")[2]
-    for folder in (first, second):
-        retriever = Retriever([str(folder)], SearchSettings())
-        assert retriever.search([query], 1)[0][0].id == "p7"
-        retriever.close()
-
-
-def test_passages_of_another_corpus_or_of_other_columns_are_refused(corpus, bm25_index, tmp_path):
-    (tmp_path / "other.jsonl").write_text('{"id": "0", "text": "x"}\n')
-    with pytest.raises(IndexFolderError, match="was built from another corpus than .*other.jsonl"):
-        BuildIndex(str(tmp_path / "other.jsonl"), passages_of=bm25_index).run(tmp_path)
-    with pytest.raises(IndexFolderError, match="read with the defaults, this index has {'skip_malformed': True}"):
-        BuildIndex(str(corpus.path), passages_of=bm25_index, skip_malformed=True).run(tmp_path)
-    assert not (tmp_path / "index").exists()
 
 
 def test_an_index_of_another_corpus_is_refused(corpus, bm25_index, tmp_path):
@@ -228,7 +207,6 @@ def test_a_killed_build_leaves_no_index_and_does_not_block_the_next(corpus, tmp_
         ({"encoder": EncoderConfig("m")}, "encoder must be absent"),
         ({"kind": "dense_flat"}, "encoder must be given"),
         ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "hnsw": HNSWConfig()}, "hnsw must be absent"),
-        ({"kind": "dense_flat", "encoder": EncoderConfig("m"), "lucene": "v"}, "lucene must be absent"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, what):
