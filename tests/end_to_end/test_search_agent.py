@@ -13,7 +13,7 @@ from experiments.registry.project import ROOT
 @pytest.mark.slow
 def test_the_search_agent_trains_from_one_file(tmp_path):
     ran = subprocess.run(
-        [sys.executable, "examples/search_agent.py", "--data.iterations=8"],
+        [sys.executable, "examples/search_agent.py", "--data.iterations=10"],
         cwd=ROOT,
         env=os.environ | {"COMPACT_AGENTS_OUTPUTS": str(tmp_path), "COLUMNS": "120"},
         capture_output=True,
