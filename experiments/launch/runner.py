@@ -119,6 +119,11 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
         elif folder.lock.owner() is not None:
             what = "being made by another process"
         print(f"  {stage.name:<{width}}  {stage.kind:<4}  {stage.key}  {what}")
+    if chosen := graph.target().chosen:
+        options = ", ".join(
+            f"{name} {json.dumps(value) if value in (None, True, False) else value}" for name, value in chosen.items()
+        )
+        print(f"  follows from the machine: {options}")
     if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:
         also = context.for_stage(graph.target()).on_all_nodes(COMPARE=1)
         print(f"  compared experiments that are left out: {', '.join(left_out)}; to make them, too: {also}")

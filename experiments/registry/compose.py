@@ -23,6 +23,7 @@ from experiments.registry.columns import columns_of, score_of
 from experiments.registry.definitions import find
 from experiments.registry.errors import ExperimentError, require_keys
 from experiments.registry.files import Config, merge, short
+from experiments.registry.machine import cpu_cores, cpu_has_bfloat16, device_of
 
 FREE_BLOCKS = ("paths", "values")  # only for references
 SECTIONS = ("experiment", "seed_everything", "trainer", "model", "data", "task", *FREE_BLOCKS)
@@ -51,10 +52,19 @@ KINDS = ("fit", "test", "task")
 RENAMED = {"paths": "turn_scores", "trainer.callbacks": "turn_divergence"}
 
 _stage_reference: ContextVar[Callable[[str], str]] = ContextVar("stage_reference")
+_machine: ContextVar[tuple[str, Config]] = ContextVar("machine")  # the kind of device, and the options that follow it
 
 
 def _resolve_stage(name: str) -> str:
     return _stage_reference.get()(name)
+
+
+def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any) -> Any:
+    """Resolve ``${per_device:GPU,CPU}``, or with a third value for processors that compute in bfloat16."""
+    device, chosen = _machine.get()
+    value = gpu if device == "gpu" else cpu if with_bfloat16 is None or not cpu_has_bfloat16() else with_bfloat16
+    chosen |= {"device": device, str(_node_._key()): value}
+    return value
 
 
 def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = ()) -> Config:
@@ -167,19 +177,29 @@ def _at(config: Any, key: str) -> Any:
     return config
 
 
-def resolve(config: Config, stage: Callable[[str], str], directories: tuple[Path, ...] = ()) -> Config:
+def resolve(
+    config: Config, stage: Callable[[str], str], directories: tuple[Path, ...] = (), chosen: Config | None = None
+) -> Config:
     """Interpolate a composed configuration, drop ``paths`` and ``values``, and make the callbacks a list.
+
+    ``${stage:NAME}`` is a stage's folder, ``${per_device:GPU,CPU[,CPU_WITH_BFLOAT16]}`` a value for the device that
+    ``trainer.accelerator`` (in a task: ``values.accelerator``) names, and ``${cpu_cores:}`` a number.
 
     Args:
         config: composed configuration.
         stage: returns the value of ``${stage:NAME}``.
         directories: folders of its files, for messages.
+        chosen: gets the options that follow the device, with their values.
 
     Raises:
         ExperimentError: a reference to an unknown key, an unset environment variable, a value left at ``???``.
     """
     OmegaConf.register_resolver("stage", _resolve_stage, replace=True, use_cache=False)
+    OmegaConf.register_resolver("per_device", _per_device, replace=True, use_cache=False)
+    OmegaConf.register_resolver("cpu_cores", cpu_cores, replace=True, use_cache=False)
+    accelerator = _at(config, "trainer.accelerator") or _at(config, "values.accelerator")
     token = _stage_reference.set(stage)
+    machine = _machine.set((device_of(accelerator), {} if chosen is None else chosen))
     try:
         tree = OmegaConf.create(config)
         resolved: Config = {}
@@ -200,6 +220,7 @@ def resolve(config: Config, stage: Callable[[str], str], directories: tuple[Path
         ) from None
     finally:
         _stage_reference.reset(token)
+        _machine.reset(machine)
     callbacks = (resolved.get("trainer") or {}).get("callbacks")
     if isinstance(callbacks, dict):
         resolved["trainer"]["callbacks"] = [c for c in callbacks.values() if c is not None]

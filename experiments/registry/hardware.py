@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.files import Config
 
 GPU_NAMES = ("cuda", "gpu")
 

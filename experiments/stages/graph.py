@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Stage:
     arguments: tuple[str, ...]  # overrides that the parser applies
     upstream: tuple[Stage, ...]
     needs: tuple[Need, ...]
+    chosen: Config = field(default_factory=dict)  # options that follow the machine's device
 
     @property
     def label(self) -> str:
@@ -130,7 +131,10 @@ class Graph:
             upstream[reference] = self.stage(reference, (*chain, name))
             return f"@stage:{reference}@"
 
-        settled = resolve(config, referred, self.project.experiment_dirs)  # a mark takes the place of each folder
+        chosen: Config = {}
+        settled = resolve(
+            config, referred, self.project.experiment_dirs, chosen
+        )  # a mark takes the place of each folder
         keyed = _marked(settled, lambda reference: f"@stage/{upstream[reference].key}" if reference else "@this")
         key = stage_key(keyed, arguments, self.project.root, self.hasher)
         folder = self.project.outputs / name / key
@@ -145,6 +149,7 @@ class Graph:
             arguments=arguments,
             upstream=tuple(upstream.values()),
             needs=_needs(resolved, name, self.project.root),
+            chosen=chosen,
         )
 
 

@@ -1,0 +1,77 @@
+"""What the machine has, for options that depend on it: ``${per_device:GPU,CPU}``. Imports without torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.registry.hardware import GPU_NAMES
+
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # of /proc/cpuinfo; without them products in bfloat16 are emulated
+TOLERANCE = 0.02  # of a bfloat16 result, relative to the largest value
+# A product and an attention in bfloat16 against float32. Some processors crash here, so a child process runs it.
+PROBE = f"""
+import torch
+torch.manual_seed(0)
+x, y = torch.randn(64, 256), torch.randn(256, 64)
+q, k, v = torch.randn(3, 1, 4, 64, 32).unbind(0)
+attend = torch.nn.functional.scaled_dot_product_attention
+for exact, found in (
+    (x @ y, x.bfloat16() @ y.bfloat16()),
+    (attend(q, k, v, is_causal=True), attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True)),
+):
+    assert (exact - found.float()).abs().max() < {TOLERANCE} * exact.abs().max()
+"""
+
+
+def device_of(accelerator: Any) -> Literal["gpu", "cpu"]:
+    """Return the kind of device that ``trainer.accelerator`` trains on; ``auto``: a GPU where torch can use one."""
+    if accelerator in GPU_NAMES:
+        return "gpu"
+    return "gpu" if accelerator in (None, "auto") and _has_gpu() else "cpu"
+
+
+def _has_gpu() -> bool:
+    """Whether the machine has an NVIDIA GPU, and torch is a CUDA build."""
+    try:
+        build = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return "+cpu" not in build and not hidden and any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def cpu_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor computes in bfloat16, by its flags and a trial. The answer is kept for this processor and
+    version of torch."""
+    text = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
+    lines = dict.fromkeys(line for line in text.splitlines() if line.startswith(("model name", "flags")))
+    if not BFLOAT16_FLAGS & set(" ".join(lines).split()):
+        return False
+    return _trial_passes(" ".join(lines) + importlib.metadata.version("torch"))
+
+
+@functools.cache
+def _trial_passes(processor: str) -> bool:
+    kept = Path(tempfile.gettempdir(), f"compact-agents-bfloat16-{os.getuid()}.json")
+    try:
+        known = json.loads(kept.read_text("utf-8"))
+        if known["processor"] == processor:
+            return bool(known["works"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    works = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=300).returncode == 0
+    kept.write_text(json.dumps({"processor": processor, "works": works}), "utf-8")
+    return works
