@@ -23,7 +23,7 @@ from callbacks.evaluation_rows import valid_action_counts
 from callbacks.trainer import stage_dir
 from callbacks.training.throughput import is_trajectories
 from common.files import write_atomically
-from common.ranges import OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
+from common.ranges import PositiveInt
 from rollout.storage import save_trajectories
 from rollout.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ class CollapseGuard(L.Callback):
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
       scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
-      (docs/papers/dgpo.md 2.5);
+      (docs/papers/dgpo.md 2.5), once the maximum is at least 0.05 (valid actions: 0.2);
     * tool calls per trajectory: for 3 iterations more than 40 % below the median of the last 20 calm ones, about what
       they were ten iterations before (docs/papers/sod.md 8.3; a policy that unlearns its tool is lost within 20, 8.1);
     * ``train/reward``: for 5 iterations more than 5 times its own scatter below its recent median;
@@ -111,38 +111,21 @@ class CollapseGuard(L.Callback):
     Args:
         stop: also end the run on all ranks; otherwise only warn.
         patience: iterations of few right answers or of invalid actions before the rule fires.
-        share: fraction of the running maximum that counts as low.
-        min_em: no collapse while the running maximum of EM (or of right answers) is below this.
-        tool_call_share: fraction of the recent tool calls per trajectory that counts as low; null: off.
-        entropy_share: fraction of the recent entropy that counts as low; null: off.
-        reward_spreads: number of spreads below its recent median at which a reward counts as low; null: off.
     """
 
-    def __init__(
-        self,
-        stop: bool = False,
-        patience: PositiveInt = 20,
-        share: OpenUnitInterval = 0.5,
-        min_em: UnitInterval = 0.05,
-        tool_call_share: OpenUnitInterval | None = 0.6,
-        entropy_share: OpenUnitInterval | None = 0.2,
-        reward_spreads: PositiveFloat | None = 5.0,
-    ) -> None:
+    def __init__(self, stop: bool = False, patience: PositiveInt = 20) -> None:
         self.stop = stop
         self.rules: dict[str, tuple[str, CollapseDetector]] = {  # name -> (the watched metric, its detector)
-            name: (name, CollapseDetector(share, patience, window=None, warmup=0, floor=floor))
+            name: (name, CollapseDetector(0.5, patience, window=None, warmup=0, floor=floor))
             for name, floor in (
-                ("train/em", min_em), ("train/acc", min_em), ("train/success", min_em), ("train/valid_actions", 0.2),
+                ("train/em", 0.05), ("train/acc", 0.05), ("train/success", 0.05), ("train/valid_actions", 0.2),
             )
         }  # fmt: skip
         for name, factor in (("train/entropy", 3.0), ("train/response_tokens", 3.0), ("train/grad_norm", 10.0)):
             self.rules[name] = (name, CollapseDetector(factor))
-        if tool_call_share is not None:
-            self.rules[CALLS] = (CALLS, CollapseDetector(tool_call_share, patience=3, window=20, warmup=5, floor=0.2))
-        if entropy_share is not None:
-            self.rules["train/entropy (low)"] = ("train/entropy", CollapseDetector(entropy_share))
-        if reward_spreads is not None:
-            self.rules["train/reward"] = ("train/reward", CollapseDetector(spreads=reward_spreads))
+        self.rules[CALLS] = (CALLS, CollapseDetector(0.6, patience=3, window=20, warmup=5, floor=0.2))
+        self.rules["train/entropy (low)"] = ("train/entropy", CollapseDetector(0.2))
+        self.rules["train/reward"] = ("train/reward", CollapseDetector(spreads=5.0))
         self.fired: dict[str, str] = {}
         self.history: list[dict[str, float]] = []
 

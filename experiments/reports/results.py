@@ -41,11 +41,6 @@ class Run:
     fixed_seed: bool = False  # one stage for all seeds of the methods that it is compared with
     group: str | None = None  # end of the method's name; methods are compared within their group
 
-    @property
-    def ungrouped(self) -> str:
-        """The method's name without its group."""
-        return self.method.removesuffix(f", {self.group}")
-
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
         """Read a mapping with name, label, seed, folder, seconds, command, commit, and optionally sampled, fixed_seed,
