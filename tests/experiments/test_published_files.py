@@ -71,6 +71,7 @@ def test_every_recipe_reads_them_and_counts_what_is_left_out(published, capsys):
     assert len(stages) >= RECIPES
 
 
+@pytest.mark.slow
 def test_the_dry_run_says_what_is_left_out_and_a_fault_stops_it_there(
     published, capsys, monkeypatch, model_dir, tmp_path
 ):

@@ -66,6 +66,7 @@ def test_a_whole_index_is_kept_and_one_that_no_longer_fits_replaced(corpus, bm25
     assert sorted(os.listdir(tmp_path / "out")) == ["index", "index.lock"]
 
 
+@pytest.mark.slow
 def test_an_index_of_other_columns_of_the_same_corpus_is_not_kept(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"head": "A", "german": "eins", "english": "one"}\n')

@@ -75,6 +75,7 @@ def test_the_engine_is_awake_from_push_to_batch_and_the_numbers_are_the_same(tra
     assert "sleep" not in (tmp_path / "log-False").read_text()
 
 
+@pytest.mark.slow
 def test_a_supervised_stage_wakes_the_engine_for_its_validations_alone(trainer_for, model_dir, tmp_path):
     rollouts = system(SleepingEngine(str(model_dir), log=str(tmp_path / "log")), model_dir, sleep_mode=True)
     module, data = make_learner(model_dir, ["grey harbor"] * 2, rollouts=rollouts)
@@ -84,6 +85,7 @@ def test_a_supervised_stage_wakes_the_engine_for_its_validations_alone(trainer_f
     assert calls == ["sleep", *["wake weights", "load", "wake kv_cache", "sleep"] * 2]
 
 
+@pytest.mark.slow
 def test_the_engine_sleeps_where_a_mixed_run_trains_on_saved_batches(trainer_for, model_dir, tmp_path):
     questions, log = str(tmp_path / "questions.parquet"), tmp_path / "log"
     write_tasks(Path(questions), [make_task(i) for i in range(4)])

@@ -125,6 +125,7 @@ def test_a_stale_engine_is_an_error_above_the_tolerance(trainer_for, model_dir, 
         trainer_for([sync], max_epochs=1).fit(module, datamodule=data)
 
 
+@pytest.mark.slow
 def test_weights_that_change_on_their_way_are_refused(trainer_for, model_dir, rollouts, monkeypatch):
     write = WeightFiles._write_shard
 

@@ -14,9 +14,6 @@ from tests.rollout.chat_models import chat_model, template
 
 CHAINS = {
     "my_grpo": ["my_index"],
-    "my_arpo": ["my_index"],
-    "my_sod": ["my_index"],
-    "my_sdar": ["my_index"],
     "my_sft": ["my_index", "my_demonstrations"],
     "my_dgpo": ["my_index", "my_demonstrations", "my_kd"],
 }
@@ -76,7 +73,6 @@ def test_a_chat_template_whose_calls_are_not_read_is_refused(plan, tmp_path):
     with pytest.raises(ExperimentError, match=r"my_grpo.*/model' writes tool calls that are not read back; tried herm"):
         plan("my_grpo", "--paths.tools", "python")
     plan("my_grpo", "--paths.tools", "python", "--paths.tools_in", "system")
-    plan("my_grpo", "--paths.tools", "none")
 
 
 def test_a_generation_config_that_transformers_does_not_load_is_refused(plan, tmp_path):

@@ -186,6 +186,7 @@ NEVER = (
 )
 
 
+@pytest.mark.slow
 def test_the_numbers_of_system_calls_are_the_kernels():
     header = next((path for path in HEADERS if path.exists()), None)
     if header is None:
