@@ -6,7 +6,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import jsonargparse
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -355,38 +354,3 @@ def test_probes_without_gold_passages_and_failing_evaluations_are_refused(make_d
         training.setup("fit")  # not when the test comes, after the training
     assert not training._running, "refused before the engine starts"
     make_data(test_files=[path], diagnostic_prompts=["closed_book"]).setup("test")
-
-
-def test_yaml_reaches_options_of_the_evaluation_part_and_refuses_unknown_ones(model_dir):
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(RolloutDataModule, "data")
-    rollouts = {
-        "class_path": "rollout.system.RolloutSystem",
-        "init_args": {
-            "engine": {"class_path": "rollout.engines.vllm_engine.VLLMEngine",
-                       "init_args": {"model": str(model_dir)}},
-            "protocol": {"class_path": "rollout.protocols.search_r1.SearchR1Protocol",
-                         "init_args": {"tokenizer": str(model_dir)}},
-            "environment": {"class_path": "rollout.environments.question_answering.QuestionAnswering",
-                            "init_args": {"tools": {"search": {
-                                "class_path": "rollout.tools.search.SearchTool",
-                                "init_args": {"retriever": {"class_path": "tests.rollout.scripted.ToyRetriever"}}}}}},
-            "reward": {"class_path": "rollout.rewards.qa.ExactMatchReward"},
-        },
-    }  # fmt: skip
-    arguments = {
-        "rollouts": rollouts, "train_files": ["a.parquet"], "prompts_per_iteration": 8, "val_files": ["v.parquet"],
-        "train_sampling": {"temperature": 0.7}, "eval_sampling": {"temperature": 0.0},
-        "diagnostic_prompts": ["closed_book"],
-    }  # fmt: skip
-    name = "data_modules.rollout_data_module.RolloutDataModule"
-
-    def parse(extra):
-        return parser.parse_object({"data": {"class_path": name, "init_args": {**arguments, **extra}}})
-
-    data = parser.instantiate_classes(parse({})).data
-    assert data.train_sampling == Decoding(0.7)
-    assert (data.prompt_modes("val"), data.files["val"]) == (["agent"], ["v.parquet"])
-    for wrong in ({"max_vall": 3}, {"diagnostic_prompts": ["gold"]}, {"train_sampling": {"temperatur": 1.0}}):
-        with pytest.raises(jsonargparse.ArgumentError):
-            parse(wrong)

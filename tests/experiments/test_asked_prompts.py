@@ -21,7 +21,7 @@ def test_an_asked_question_is_put_as_the_experiment_puts_its_own(tmp_path):
     assert example_task({"data": {"init_args": {"test_files": [f"aime24:{path}"]}}}).prompt == ()
 
 
-@pytest.mark.parametrize("temperature", [-1.0, 0.001, 3.0, float("nan")])
+@pytest.mark.parametrize("temperature", [-1.0, 0.001])
 def test_a_temperature_that_no_engine_takes_is_refused_before_a_model_loads(temperature):
     with pytest.raises(ExperimentError, match="^--temperature: sampling.temperature: Input should be "):
         ask(

@@ -1,14 +1,12 @@
 """`make check-data`: counts, prompts, lengths, and every fault of every file in one go."""
 
 import json
-import shutil
 
 import polars as pl
 import pytest
 
 from experiments.commands.cli import main
 from tests.end_to_end.test_own_data import write_own
-from tests.rollout.chat_models import template
 
 
 @pytest.fixture
@@ -57,11 +55,6 @@ def test_a_corpus_in_another_form_is_read_and_many_faults_are_five_and_a_count(w
     assert f"  {tmp_path}/c.jsonl, lines 4, 7, 10, 13, 16 and 95 more: body is None" in said[-1] + "".join(said)
 
 
-def test_a_fault_of_many_passages_is_told_once(words, capsys):
-    assert main([*words, "--paths.corpus_columns.text=bdy"]) == 2
-    assert "c.jsonl: no line has 'bdy' (columns.text); they have head, body" in capsys.readouterr().err
-
-
 def test_limits_that_no_prompt_keeps_are_faults(words, capsys):
     assert main([*words, "--data.max_prompt_tokens=5"]) == 2
     said = capsys.readouterr()
@@ -94,16 +87,6 @@ def test_a_question_that_quotes_a_control_token_and_a_missing_corpus_are_told(wo
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "quotes '<|im_end|>', a control token" in said and "c.jsonl: no such file" in said
-
-
-@pytest.mark.parametrize("command", ["check-data", "dry-run"])
-def test_a_template_whose_calls_are_not_read_back_is_told_in_one_line(words, tmp_path, model_dir, capsys, command):
-    folder = shutil.copytree(model_dir, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(template("qwen3").replace("tool_call>", "call_of_a_tool>"))
-    options = [f"--paths.model={folder}", "--values.rollouts.init_args.protocol.init_args.call_format=hermes"]
-    assert main([command, "my_grpo", *words[3:], *options]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "not read back" in line]
-    assert f"my_grpo'{' cannot be written' * (command == 'check-data')}: the chat template of '{folder}' writes" in line
 
 
 def test_the_form_of_a_corpus_and_its_malformed_rows_are_told(words, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """A teacher behind HTTP says what the same model says here; and what happens when the server does not."""
 
-import asyncio
 import copy
 import io
 import logging
@@ -68,21 +67,6 @@ def test_requests_are_bounded_and_hold_the_sampled_ids(completions):
     ids = [t.prompt_ids + t.response_ids for t in rows()]
     ids[6] = ids[6][: len(rows()[6].prompt_ids) + 3]  # what the tool said at the end is not needed
     assert sent == sorted(ids[:7])
-
-
-def test_few_requests_at_once(completions):
-    asked, three = [], asyncio.Event()  # the first three wait for each other
-
-    async def slowly(body):
-        asked.append(body)
-        if len(asked) >= 3:
-            three.set()
-        await three.wait()
-        return completions(body)
-
-    with served(slowly) as server:
-        remote(server, max_tokens_per_request=1, concurrency=3).score(collate(rows()))
-        assert server.most == 3
 
 
 def test_nothing_to_ask():

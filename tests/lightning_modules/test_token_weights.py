@@ -200,15 +200,3 @@ def test_an_algorithm_that_does_not_apply_the_correction_is_refused_before_any_m
     Plain("p")
     with pytest.raises(ValueError, match="weigh the loss of GRPO, which use_grpo: false leaves out"):
         SDAR("p", skills_coef=0.0, use_grpo=False, importance_cap=2.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"importance_level": "sequence"}, "importance_level has no effect without importance_cap"),
-        ({"mask_level": "sequence"}, "mask_level has no effect without mask_ratio"),
-    ],
-)
-def test_impossible_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        PPO("p", **options)

@@ -52,18 +52,3 @@ ARPO = "{class_path: rollout.samplers.branching.BranchingSampler, init_args: {in
 AEPO = (
     "{class_path: rollout.samplers.branching.AEPOSampler, init_args: {initial_rollouts: 8, consecutive_penalty: 0.1}}"
 )
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("cache_size: 10", "cash_size: 10"),
-        ("rollout.rewards.qa.ExactMatchReward", "rollout.samplers.base.IndependentSampler"),
-    ],
-)
-def test_wrong_configuration_is_an_error(right, wrong):
-    text = CONFIG.format(model="m", retriever=CLIENT)
-    parser().parse_string(text)
-    assert right in text
-    with pytest.raises(Exception, match=r"cash_size|three|max_turn|IndependentSampler|F1Reward"):
-        parser().parse_string(text.replace(right, wrong))

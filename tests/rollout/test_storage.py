@@ -92,28 +92,6 @@ def test_what_would_not_come_back_is_refused(trajectory, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_malformed_files(trajectory, tmp_path):
-    path = tmp_path / "t.parquet"
-    with pytest.raises(FileNotFoundError, match="t.parquet"):
-        load_trajectories(path)
-    path.write_bytes(b"PAR1 this is no parquet file")
-    with pytest.raises(TrajectoryFileError, match="t.parquet is not a readable parquet file"):
-        load_trajectories(path)
-    pl.DataFrame({"question": ["why?"]}).write_parquet(path)
-    with pytest.raises(TrajectoryFileError, match="column.*response_ids.*missing; found question"):
-        load_trajectories(path)
-    save_trajectories(path, [trajectory, trajectory])
-    frame = pl.read_parquet(path)
-    frame.with_columns(pl.col("index").cast(pl.String)).write_parquet(path)
-    with pytest.raises(TrajectoryFileError, match="column index is String; expected Int64"):
-        load_trajectories(path)
-    for column, value in {"stop_reason": "bored", "turns": "[{", "calls": "[{}]", "loss_mask": [1]}.items():
-        values = [frame[column][0], value]
-        frame.with_columns(pl.Series(column, values, dtype=frame.schema[column], strict=False)).write_parquet(path)
-        with pytest.raises(TrajectoryFileError, match="t.parquet, row 1"):
-            load_trajectories(path)
-
-
 def test_an_interrupted_write_leaves_the_old_file(trajectory, tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     save_trajectories(path, [trajectory])

@@ -196,12 +196,3 @@ def test_the_rl_files_are_read_as_they_are(tmp_path, caplog):
 def test_without_extra_info_question_the_bare_user_turn_is_the_question(tmp_path):
     row = rl_row(4, extra_info={"index": 4, "split": "train"})
     assert load_tasks(write(tmp_path / "a.parquet", [row]))[0].question == "What is number 4?"
-
-
-def test_rl_rows_without_an_answer_or_a_question_are_named(tmp_path):
-    rows = [rl_row(0), rl_row(1, reward_model={"ground_truth": None, "style": "rule"})]
-    with pytest.raises(DatasetError, match="1 of 2 rows with no gold answer: row 1"):
-        load_tasks(write(tmp_path / "a.parquet", rows))
-    rows = [rl_row(0, extra_info={"index": 0, "question": " ", "split": "train"})]
-    with pytest.raises(DatasetError, match="1 of 1 rows with an empty extra_info.question: row 0"):
-        load_tasks(write(tmp_path / "b.parquet", rows))

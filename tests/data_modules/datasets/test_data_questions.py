@@ -146,24 +146,6 @@ def test_wrong_rows_and_columns_are_named(released, rows, drop, message):
         load_tasks(released(rows, drop))
 
 
-def test_files_that_are_missing_malformed_or_empty(tmp_path, released):
-    released(name="train.parquet")
-    with pytest.raises(DatasetError, match="did you mean 'train.parquet'"):
-        load_tasks(tmp_path / "trian.parquet")
-    whole = (tmp_path / "train.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DatasetError, match="cut.parquet cannot be read as parquet"):
-        load_tasks(tmp_path / "cut.parquet")
-    (tmp_path / "text.parquet").write_text("id,question\n")
-    with pytest.raises(DatasetError, match="text.parquet cannot be read as parquet"):
-        load_tasks(tmp_path / "text.parquet")
-    write_tasks(tmp_path / "none.parquet", [])
-    with pytest.raises(DatasetError, match="no rows"):
-        load_tasks(tmp_path / "none.parquet")
-    with pytest.raises(DatasetError, match="is a folder"):
-        load_tasks(tmp_path)
-
-
 def test_expand_takes_files_and_folders_in_order(tmp_path):
     folder = tmp_path / "folder"
     for name in ("b.parquet", "a.parquet"):

@@ -101,7 +101,6 @@ def test_an_interpolation_to_nowhere_is_shown_in_the_file_in_which_it_is_written
     [
         ("experiment: {kind: fti}", "kind is 'fti', expected one of fit, test, task"),
         ("experiment: {kind: fit}\nmodel: {class_path: a.B}", "'data.class_path' is missing"),
-        ("experiment: {kind: task}\ntask: {class_path: a.B}\nmodel: {class_path: a.B}", "cannot have a 'model'"),
     ],
 )
 def test_sections_must_fit_the_kind(workshop, text, message):

@@ -170,10 +170,8 @@ def test_malformed_requests_never_reach_the_child():
 @pytest.mark.parametrize(
     ("cause", "message"),
     [
-        ("exception", "ZeroDivisionError: thirteen"),
         ("exit", "exit code 3"),
         (signal.SIGKILL, "SIGKILL"),
-        (signal.SIGILL, "SIGILL .this CPU cannot run the chosen dtype: use float32"),
     ],
 )
 def test_a_dead_child_fails_every_request(cause, message):

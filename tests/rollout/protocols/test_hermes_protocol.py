@@ -309,29 +309,6 @@ def test_the_instruction_speaks_of_the_tools_that_are_shown(folders, tools, plac
     assert ("tool" in asked) == shown
 
 
-def test_wrong_settings(folders, tmp_path, qwen):
-    folder = folders["qwen3"]
-    (tmp_path / "bad.json").write_text('{"name": "f"}')
-    for options, reason in (
-        ({"tools_in": "none"}, "instruction does not name code_interpreter; expected a text that says how"),
-        ({"call_format": "qwen3_codr"}, "call_format is 'qwen3_codr'; expected auto or one of hermes, "),
-        ({"call_format": "llama3"}, "not read back; tried llama3"),
-        ({"call_format": "qwen3_coder"}, "not read back; tried qwen3_coder"),
-        ({"tools": ["serch"]}, "neither one of code_interpreter, search nor a JSON file"),
-        ({"tools": ["search", "search"]}, "two tools have one name"),
-        ({"tools": [str(tmp_path / "bad.json")]}, "object 'parameters'"),
-        ({"instruction": "boxd"}, "neither one of"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            HermesProtocol(folder, **options)
-    with pytest.raises(ValueError, match="agent or closed_book"):
-        qwen.prompt_ids(TASK, PromptMode.GOLD_DIRECT)
-    with pytest.raises(ValueError, match="question is empty"):
-        qwen.prompt_ids(Task("1", " ", (), "s"))
-    with pytest.raises(ValueError, match="takes the task's own prompt"):
-        HermesProtocol(folder, instruction="dataset").prompt_ids(TASK)
-
-
 ROLES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 

@@ -373,20 +373,6 @@ def test_what_cannot_be_judged(make, judge):
         judge(make(Task("q", "?", (), "nq", metadata={"ability": "qa"}), "x"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"overlong_buffer": 10}, "overlong_buffer is 10, max_response_tokens None"),
-        ({"overlong_buffer": 0, "max_response_tokens": 5}, "overlong_buffer is 0"),
-        ({"overlong_buffer": 10, "max_response_tokens": 5}, "overlong_buffer is 10, max_response_tokens 5"),
-        ({}, "no usable tokenizer"),
-    ],
-)
-def test_impossible_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        ReasoningReward("no/such/folder", **options)
-
-
 def test_it_starts_and_closes_its_runner(model_dir):
     events = []
 

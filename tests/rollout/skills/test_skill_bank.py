@@ -95,22 +95,6 @@ def test_errors_name_file_and_place(message, tmp_path):
         read_bank(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"general_skills": [}', "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"general_skills": [], "general_skills": []}', r"holds \['general_skills'\] twice"),
-    ],
-)
-def test_what_is_no_json_is_refused(content, message, tmp_path):
-    path = tmp_path / "bank.json"
-    path.write_bytes(content)
-    with pytest.raises(SkillBankError, match=f"{path}: .*{message}"):
-        read_bank(path)
-
-
 def test_a_bank_that_is_not_there():
     known = r"'huosehold'.*one of \['household', 'household_tiny', 'recipes_tiny', 'search', 'shop"
     with pytest.raises(SkillBankError, match=known):

@@ -28,18 +28,6 @@ def made(text):
     return p.instantiate(p.parse_string(text))["skills"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "skills: {bank: nowhere, retriever: {class_path: rollout.skills.retrieval.Full}}",
-        "skills: {bank: search, retriever: {class_path: rollout.skills.retrieval.Fuller}}",
-    ],
-)
-def test_wrong_configuration_is_an_error(wrong):
-    with pytest.raises(Exception, match="nowhere|Fuller|verse|max_tokens\":\n  1 validation|init_args|'c'"):
-        made(wrong)
-
-
 def test_the_text_and_the_selection(bank_file):
     skills = Skills(bank_file, Keyword())
     injection = skills.inject(task(), "Put the hot cup away.", words)

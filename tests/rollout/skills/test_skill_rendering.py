@@ -1,8 +1,8 @@
 """Skills as text."""
 
 from rollout.skills.bank import Selection, SkillBank
-from rollout.skills.render import render, token_counter, too_long
-from tests.rollout.skills.skill_examples import bank_json, words
+from rollout.skills.render import render, token_counter
+from tests.rollout.skills.skill_examples import bank_json
 
 BANK = SkillBank.from_json(bank_json())
 CHOSEN = Selection(BANK.general, (("clean", BANK.by_category["clean"]), ("heat", BANK.by_category["heat"])))
@@ -26,13 +26,6 @@ def test_forms():
     assert render(CHOSEN, header="Known:") == "Known:\n" + RELEASED
     assert render(CHOSEN, "sentences", header="Known:") == SENTENCES
     assert render(CHOSEN, "sentences") == SENTENCES.removeprefix("Known:\n")
-
-
-def test_the_refusal_names_the_sizes():
-    # by hand: 4 + 9 + 10 words; 4 + 10 + 9; 4 + 10
-    said = str(too_long(CHOSEN, "released", 60, 20, words))
-    assert said.startswith("the skills take 60 tokens, max_tokens is 20 (general: 2 of 23 tokens, clean: 2 of 23 ")
-    assert "heat: 1 of 14" in said
 
 
 def test_tokens_are_counted_without_special_ones():

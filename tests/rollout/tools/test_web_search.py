@@ -12,7 +12,7 @@ from rollout.tools.limits import LimitedTool, ToolLimits
 from rollout.tools.web.search_cache import SearchCache
 from rollout.tools.web.web_search import BrightDataSearch, bing_url, is_chinese
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, PermanentFailure
-from tests.rollout.serving import free_port, raw_server, serving
+from tests.rollout.serving import raw_server, serving
 
 KEY = "k3y-of-these-tests"
 
@@ -111,16 +111,10 @@ def test_queries_that_are_not_sent():
     ("answer", "message"),
     [
         ((500, "down"), "status 500: down"),
-        ((302, "", {"Location": "http://127.0.0.1:1/"}), "status 302"),
-        ((502, "", {"x-brd-error": "no peer", "x-brd-error-code": "e1"}), r"an empty body\) \(no peer; e1\)"),
         ((403, "Forbidden"), "Likely causes: the zone 'serp_api1' is a Web Unlocker zone and not a SERP zone"),
-        ((401, "no"), "or the key in BRIGHT_DATA_API_KEY is not valid"),
         ("<html>captcha</html>", "expected JSON; found <html>captcha"),
-        ((200, "", {"x-brd-error": "blocked"}), r"expected JSON; found \(an empty body\) \(blocked\)"),
         ([], "expected"),
-        ({"error": "quota"}, "quota"),
         ({"organic": "none"}, "list of objects"),
-        ({"organic": [3]}, "list of objects"),
     ],
 )
 def test_failures_of_the_service(answer, message):
@@ -128,17 +122,6 @@ def test_failures_of_the_service(answer, message):
         search([answer])
     assert "127.0.0.1" in str(failure.value)
     assert isinstance(failure.value, PermanentFailure) == (isinstance(answer, tuple) and answer[0] in (401, 403))
-
-
-def test_a_service_that_is_down_or_slow():
-    with pytest.raises(InfrastructureError, match="Connect"):
-        asyncio.run(BrightDataSearch(url=f"http://127.0.0.1:{free_port()}").call({"query": "q"}))
-
-    async def never(body):
-        await asyncio.Event().wait()
-
-    with pytest.raises(InfrastructureError, match="no answer within 0.1 s"):
-        search(never, timeout=0.1)
 
 
 def test_limits_around_it_try_again():
@@ -321,19 +304,3 @@ def test_equal_queries_at_once_share_one_request(cached, tmp_path):
 
     cache = str(tmp_path / "cache.sqlite") if cached else None
     assert using(slow, use, cache=cache) == ([SHOWN] * 4, 2)
-
-
-def test_one_loop_after_another():
-    async def main(tool, url):
-        tool.url = url
-        return (await tool.call({"query": "q"})).text
-
-    async def with_server(tool, close):
-        async with serving([PAGE]) as served:
-            text = await main(tool, served.url)
-            if close:
-                await tool.close()
-            return text
-
-    tool = BrightDataSearch()
-    assert [asyncio.run(with_server(tool, close)) for close in (True, True)] == [SHOWN] * 2

@@ -173,8 +173,3 @@ def test_where_nobody_checked_the_episode_ends_with_a_reason(name):
 
     with pytest.raises(InfrastructureError, match=f"task {name}: "):
         asyncio.run(run())
-
-
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="expected"):
-        Household(engine="unity")

@@ -45,12 +45,6 @@ def test_what_is_no_game_is_refused_with_what_and_where(path, value, said):
         Game.from_json(changed(path, value))
 
 
-@pytest.mark.parametrize("data", [None, []])
-def test_what_is_no_mapping_is_refused(data):
-    with pytest.raises(ValueError, match="^game: "):
-        Game.from_json(data)
-
-
 def test_a_look_needs_a_lamp_and_no_destination_and_two_need_two():
     look = Goal("look_at_obj_in_light", "Mug", None, "DeskLamp")
     assert Game(look, "look at mug under the desklamp", RECEPTACLES, ITEMS).goal.treatment is None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from data_modules.datasets.files import DatasetError
 from data_modules.datasets.questions import load_tasks
 from experiments.worlds.household.environment import Household
 from experiments.worlds.household.games_on_disk import games_on_disk
@@ -83,10 +82,3 @@ def tasks(**sizes: int) -> list[Task]:
 )
 def test_task_types_keep_their_shares(sizes, size, expected):
     assert Counter(task.data_source for task in panel(tasks(**sizes), size, 0)) == expected
-
-
-def test_a_panel_larger_than_the_split_is_refused(folder, tmp_path):
-    with pytest.raises(DatasetError, match="12 tasks, but a panel of 128 is wanted"):
-        ListHousehold(str(folder)).run(tmp_path)
-    with pytest.raises(ValueError, match="expected ALFWorld's data"):
-        ListHousehold(str(tmp_path / "nowhere")).run(tmp_path)

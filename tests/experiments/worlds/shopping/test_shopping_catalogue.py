@@ -68,22 +68,3 @@ def test_wrong_files_are_named(tmp_path):
         written([ITEMS[0] | {"name": 7}])
     with pytest.raises(CatalogueError, match=r"not of WebShop's shape \(AttributeError"):
         written([ITEMS[0] | {"customization_options": {"size": [{"value": 7}]}}])
-
-
-def test_wrong_files_of_our_own_are_named(tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"asin": "B1"}\n')
-    with pytest.raises(
-        CatalogueError, match=r"own.jsonl, line 1: not a product of write_catalogue \(title: Field required"
-    ):
-        load_catalogue(path)
-    for wrong in ("[{", json.dumps(ITEMS)):
-        path.write_text(wrong)
-        with pytest.raises(CatalogueError, match="own.jsonl, line 1: not a product"):
-            load_catalogue(path)
-    with pytest.raises(CatalogueError, match="nowhere.jsonl: No such file"):
-        load_catalogue(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match="ends in .jsonl"):
-        write_catalogue(generate_catalogue(2), tmp_path / "own.json")
-    with pytest.raises(CatalogueError, match="2 products, but 1 asins"):
-        Catalogue(generate_catalogue(1).products * 2)
