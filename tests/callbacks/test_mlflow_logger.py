@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from experiments.reports.compare import (
     find_runs,
     history_frame,
 )
-from experiments.reports.report import closing_table, read_evaluation, write_results
+from experiments.reports.report import write_results
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
 
 METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
@@ -203,56 +202,6 @@ def test_compare_prints_a_table_of_the_runs_that_fit(outputs, tmp_path):
         find_runs(tmp_path)
 
 
-def test_closing_table(outputs):
-    text = closing_table([("KD", outputs / "kd" / "key0"), ("DGPO", outputs / "dgpo" / "key0" / "evaluation.json")])
-    dgpo = next(line for line in text.splitlines() if "DGPO" in line)
-    em = read_evaluation(outputs / "dgpo" / "key0")["test"]["em"]
-    assert f"0.750 [{em['low']:.3f}, {em['high']:.3f}]" in dgpo and " 40 " in dgpo
-    assert "1.000" in dgpo  # searches per question
-    assert dgpo.count(" - ") == 3  # source referencing, thinking and closed book were not measured
-    with pytest.raises(FileNotFoundError, match="evaluation.json does not exist"):
-        closing_table([("X", outputs / "nothing")])
-
-
-def test_results_page_and_json(outputs, tmp_path):
-    rows = rows_of(outputs)
-    paths = write_results("dgpo", [*rows, rows[0]], tmp_path, "make reproduce EXP=dgpo")
-    # train/em and its like are not logged by this little module: no curves
-    assert [p.name for p in paths] == ["dgpo.md", "dgpo.json"]
-    objects = json.loads(paths[1].read_text())
-    assert len(objects) == 4
-    last = objects[-1]
-    assert {k: last[k] for k in ("method", "seed", "n", "k", "mean", "seconds", "command", "commit")} == {
-        "method": "DGPO", "seed": 1, "n": 40, "k": 30, "mean": 0.75, "seconds": 61.0,
-        "command": "make train EXP=dgpo", "commit": "abc",
-    }  # fmt: skip
-    assert 0 < last["low"] < 0.75 < last["high"] < 1
-    text = paths[0].read_text()
-    assert "`make reproduce EXP=dgpo`" in text and "took 4 min 02 s together" in text
-    differences = [line for line in text.splitlines() if line.startswith("| DGPO - KD")]
-    assert len(differences) == 3  # seed 0, seed 1, all
-    assert all("| +0.500 [" in line and "] | - | 40 |" in line for line in differences)  # two seeds rank nothing
-    assert "**No method has 5 seeds: KD (2), DGPO (2). Nothing here ranks them.**" in text
-    assert "All rows come from commit `abc`." in text
-    assert text.split("## By kind of question")[1].count("| DGPO |") >= 1
-    method = next(line for line in text.splitlines() if line.startswith("| DGPO | 2 "))
-    assert "0.750 [" in method and method.rstrip(" |").endswith("1.000")
-    with pytest.raises(ValueError, match="no row is a run of 'sft'"):
-        write_results("sft", rows, tmp_path, "x")
-
-
-def test_results_page_holds_the_test_at_temperature_1(outputs, tmp_path):
-    """KD's own test stands in for the sampled test of both: no difference there, and 0.250 in every sampled column."""
-    rows = [row | {"sampled": outputs / "kd" / f"key{row['seed']}"} for row in rows_of(outputs)]
-    page, data, *_ = write_results("dgpo", rows, tmp_path, "x")
-    assert all(o["sampled"]["mean"] == 0.25 and o["sampled"]["k"] == 10 for o in json.loads(data.read_text()))
-    lines = page.read_text().splitlines()
-    differences = [line for line in lines if line.startswith("| DGPO - KD")]
-    assert all("| +0.500 [" in d and "| +0.000 [+0.000, +0.000] | - | 40 |" in d for d in differences)
-    method = next(line for line in lines if line.startswith("| DGPO | 2 "))
-    assert method.split(" | ")[2].startswith("0.750 [") and method.split(" | ")[3].startswith("0.250 [")
-
-
 def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
     for row in rows_of(outputs):
         file = MetricsFile(row["folder"] / METRICS_FILE)
@@ -263,29 +212,3 @@ def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
     assert "(dgpo_curves.png)" in (page := paths[0].read_text())
     assert "| DGPO | 2 | 0.325 | 0.300 to 0.350 |" in page, "mean over validations, then over seeds"
-
-
-def differences(rows, folder, outputs):
-    page, *_ = write_results("dgpo", rows, folder, "x")
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
-    return {line.split(" | ")[1]: line.split(" | ")[2].split()[0] for line in lines}
-
-
-def test_a_model_of_all_seeds_is_compared_with_each_of_them(outputs, tmp_path):
-    """KD's model stands in for DGPO's second seed: the seeds differ, and "all" is seen to hold both of them."""
-    kd, other, first, second = rows_of(outputs)
-    second |= {"folder": other["folder"]}  # one folder is one run
-    shared = [kd | {"fixed_seed": True}, first, second]
-    assert differences(shared, tmp_path, outputs) == {"0": "+0.500", "1": "+0.000", "all": "+0.250"}
-    own = [kd | {"fixed_seed": False}, first, second]
-    assert differences(own, tmp_path, outputs) == {"0": "+0.500"}  # not told twice
-    elsewhere = [kd | {"seed": 7}, first, second]  # no seed in common
-    assert differences(elsewhere, tmp_path, outputs) == {"all": "+0.250"}
-
-
-def test_only_seeds_that_both_methods_have_are_compared(outputs, tmp_path):
-    rows = [row for row in rows_of(outputs) if not (row["name"] == "dgpo" and row["seed"] == 1)]
-    assert len(rows) == 3
-    page, *_ = write_results("dgpo", rows, tmp_path, "x")
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| DGPO - KD")]
-    assert [line.split(" | ")[1] for line in lines] == ["0"]  # KD's seed 1 is nowhere

@@ -25,12 +25,6 @@ def test_store_gives_back_every_passage_across_parts(corpus, tmp_path):
         store[-1]
 
 
-def test_parquet_and_json_lines_are_the_same_corpus(corpus, tmp_path):
-    path = tmp_path / "corpus.parquet"
-    pl.DataFrame({"contents": corpus.contents, "other": 1, "id": corpus.ids}).write_parquet(path)
-    assert list(read_corpus(path)) == list(read_corpus(corpus.path))
-
-
 @pytest.mark.parametrize(
     ("lines", "where", "what"),
     [

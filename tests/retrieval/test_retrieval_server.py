@@ -51,7 +51,7 @@ def test_with_scores(server, corpus):
             assert hit["document"]["contents"] == f'"{hit["document"]["title"]}"\n{hit["document"]["text"]}'
 
 
-@pytest.mark.parametrize("queries", [1, 2, 3])
+@pytest.mark.parametrize("queries", [1, 2])
 def test_without_scores_come_plain_documents(server, corpus, queries):
     """Search-R1's own server fails here, or loses a query's documents."""
     body = {"queries": corpus.words[:queries]}
@@ -60,9 +60,8 @@ def test_without_scores_come_plain_documents(server, corpus, queries):
     assert plain == [[hit["document"] for hit in hits] for hits in scored] and len(plain) == queries
 
 
-@pytest.mark.parametrize(("topk", "expected"), [(None, 3)])
-def test_topk(server, corpus, topk, expected):
-    assert len(post(server.url, {"queries": corpus.words[:1], "topk": topk, "unknown": 1})[1]["result"][0]) == expected
+def test_topk(server, corpus):
+    assert len(post(server.url, {"queries": corpus.words[:1], "topk": None, "unknown": 1})[1]["result"][0]) == 3
 
 
 def test_queries_that_find_nothing_or_are_odd(server, corpus):
@@ -131,10 +130,8 @@ REQUEST = b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 18\r\n\r\n{"qu
     ("sent", "answered"),
     [
         (b"", b""),
-        (REQUEST[:30], b""),  # headers that do not go on
-        pytest.param(REQUEST[:-5], b"HTTP/1.1 408 ", marks=pytest.mark.slow),  # a body; aiohttp waits 10 s for its rest
-        (REQUEST, b"HTTP/1.1 200 "),  # kept open for another request, which does not come
-        (REQUEST + REQUEST[:30], b"HTTP/1.1 200 "),
+        pytest.param(REQUEST[:-5], b"HTTP/1.1 408 ", marks=pytest.mark.slow),
+        (REQUEST, b"HTTP/1.1 200 "),
         (b"no HTTP\r\n\r\n", b"HTTP/1.0 400 "),
     ],
 )
@@ -182,13 +179,6 @@ def test_a_port_in_use_is_told_in_one_line(bm25_index):
         done = run_server("--index", bm25_index, "--port", str(port))
     assert done.returncode == 3 and done.stderr.count("\n") == 1
     assert f"port {port} on 127.0.0.1 is in use" in done.stderr and "--port" in done.stderr
-
-
-def test_a_wrong_index_is_told_in_one_line(bm25_index, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"id": "0", "contents": "\\"A\\"\\nb"}\n')
-    done = run_server("--index", bm25_index, "--corpus", str(other))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another corpus" in done.stderr
 
 
 OWNER = """

@@ -24,17 +24,13 @@ def contents(form):
         return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     if form == "json":
         return json.dumps(ROWS, indent=1).encode()
-    if form == "json in one line":
-        return json.dumps(ROWS).encode()
     if form == "tsv":
         return frame.write_csv(separator="\t").encode("utf-8-sig")
-    if form == "semicolons":
-        return frame.write_csv(separator=";").encode()
-    return frame.write_csv().encode()
+    return frame.write_csv(separator=";").encode()
 
 
-@pytest.mark.parametrize("name", ["c.csv", "c.tsv", "c.json", "c.jsonl", "c.jsonl.gz", "c.csv.gz"])
-@pytest.mark.parametrize("form", ["jsonl", "json", "json in one line", "csv", "tsv", "semicolons"])
+@pytest.mark.parametrize("name", ["c.csv", "c.jsonl", "c.csv.gz"])
+@pytest.mark.parametrize("form", ["jsonl", "json", "tsv", "semicolons"])
 def test_a_corpus_in_every_form_under_every_name(tmp_path, form, name):
     text = contents(form)
     path = tmp_path / name

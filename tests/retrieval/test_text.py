@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.tables import Unreadable, open_table
 from common.text import HalfPair, strict_json, whole
 from retrieval.client import parse_answer
 from retrieval.corpus import write_store
@@ -47,14 +46,6 @@ def test_a_row_of_a_corpus_with_a_half_is_named(tmp_path, name, where):
     with pytest.raises(CorpusError, match=rf"{name}, {where}: .*surrogate"):
         write_store(path, tmp_path / "store")
     assert write_store(path, tmp_path / "rest", skip_malformed=True)[0] == 1
-
-
-@pytest.mark.parametrize("name", ["t.jsonl", "t.json"])
-def test_a_table_holds_no_half(tmp_path, name):
-    path = tmp_path / name
-    path.write_text(json.dumps([{"a": HALF}]) if name.endswith("json") else json.dumps({"a": HALF}) + "\n")
-    [(number, row)] = open_table(path).rows
-    assert number == 1 and isinstance(row, Unreadable) and row.reason.startswith("half of a surrogate pair, \\ud83d")
 
 
 def test_a_search_server_may_send_halves():

@@ -125,16 +125,6 @@ def test_rows_of_different_tools_and_parts_share_a_file(tmp_path):
     assert question_sums(tmp_path, ["em", "tool_calls"]) == {"a": (1.0, 3.0), "b": (1.0, 0.0)}
 
 
-def test_files_of_earlier_versions_are_read(tmp_path):
-    path = tmp_path / "evaluation" / "test.parquet"
-    save_rows(path, [row_of(two_tools("a")), row_of(make_trajectory("b", answer="x"))])
-    frame = pl.read_parquet(path)
-    frame[:, : frame.columns.index("attempt")].write_parquet(path)
-    assert pl.read_parquet(path).columns[-1] == "failed"
-    assert question_scores(tmp_path) == {"a": 1.0, "b": 0.0}
-    assert question_scores(tmp_path, "judged") == {} and question_sums(tmp_path, ["em", "tool_calls"]) == {}
-
-
 def test_an_action_that_was_not_asked_for_so_is_not_valid():
     t = make_trajectory("q", calls=(make_call(0, "q", ("text",)),))
     loose = dataclasses.replace(t.turns[0], action=dataclasses.replace(t.turns[0].action, well_formed=False))
