@@ -7,7 +7,7 @@ import orjson
 import polars as pl
 import pytest
 
-from retrieval.corpus import PassageStore, _SeenIds, file_sha256, link_store, passages, read_corpus, write_store
+from retrieval.corpus import PassageStore, _SeenIds, file_sha256, passages, read_corpus, write_store
 from retrieval.types import CorpusError
 
 GOOD = '{"id": "a", "contents": "\\"Title\\"\\ntext"}'
@@ -157,14 +157,6 @@ def test_malformed_rows_are_left_out_and_told(tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('[]\n{"id": 9}\n')
     with pytest.raises(CorpusError, match="bad.jsonl: all 2 rows are malformed: .*line 1: found list"):
         write_store(tmp_path / "bad.jsonl", tmp_path / "none", skip_malformed=True)
-
-
-def test_a_store_is_copied_where_the_disk_has_no_links(corpus, tmp_path, monkeypatch):
-    write_store(corpus.path, tmp_path / "one", part_size=64)
-    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("cross-device link")))
-    link_store(tmp_path / "one", tmp_path / "two")
-    one, two = PassageStore(tmp_path / "one"), PassageStore(tmp_path / "two")
-    assert [one[row] for row in range(200)] == [two[row] for row in range(200)]
 
 
 # --- a corpus of your own shape ---------------------------------------------------------------------------------------
