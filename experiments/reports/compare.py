@@ -46,9 +46,11 @@ def find_runs(outputs: Path, names: Sequence[str] = ()) -> list[tuple[str, Path]
 
 
 def _name(folder: Path) -> str:
-    config = StageFolder(folder).config_path
-    seed = yaml.safe_load(config.read_text()).get("seed_everything") if config.is_file() else None
-    return folder.parent.name if seed is None else f"{folder.parent.name}-seed{seed}"
+    path = StageFolder(folder).config_path
+    config = yaml.safe_load(path.read_text()) if path.is_file() else {}
+    logger = (config.get("trainer") or {}).get("logger")
+    named = (logger.get("init_args") or {}).get("run_name") if isinstance(logger, dict) else None
+    return named or folder.parent.name
 
 
 def _fits(run: str, name: str) -> bool:
