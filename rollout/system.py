@@ -63,14 +63,13 @@ class RolloutSystem:
         engine: samples tokens.
         protocol: writes prompts and parses the model's text into actions.
         environment: executes the calls.
-        reward: scores a finished trajectory, in a thread, or in the event loop for an ``AsyncReward`` (None: the
-            environment scores itself.
+        reward: scores finished trajectories, in a thread (an ``AsyncReward``: in the event loop). None: the environment
+            gives the reward.
         max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused.
         max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
         max_length: prompt and response together; by default ``engine.max_length``.
         concurrency: trajectories in flight at once. Earlier prompts go first, including their forks.
-        sampler: which trajectories of a prompt exist. Only agents are sampled so: the probes (every other
-            ``PromptMode``) are independent.
+        sampler: chooses which trajectories of a group exist. Diagnostic prompts are always sampled independently.
         entropy_tokens: record the entropy of this many first tokens of every turn (``Turn.entropy``). 0: only if the
             sampler needs it, over its own number of tokens.
         top_logprobs: number of most likely tokens that the entropy is computed from.

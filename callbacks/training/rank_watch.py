@@ -28,8 +28,8 @@ ROLLING_OUT = tuple(ROOT + name for name in ("rollout/", "retrieval/", "data_mod
 
 
 def main_thread() -> tuple[tuple[Any, ...] | None, str]:
-    """Read from another thread where the main thread is: a mark that is equal as long as it has not moved (None in
-    rollouts), and its stack."""
+    """Return a mark of the main thread's position, and its stack. The mark changes when the thread moves, and is None
+    during rollouts."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(traceback.walk_stack(frame))  # the innermost first
     files = [frame.f_code.co_filename for frame, _ in frames]

@@ -71,7 +71,7 @@ def refuse_faults(path: Path, faults: Sequence[Sequence[str]], advice: str = "")
         refuse_rows(path, len(faults), rows, fault, advice)
     if kinds:
         raise DatasetError(
-            f"{path}: {sum(map(bool, faults))} of {len(faults)} rows are not as they should be (counted from "
+            f"{path}: {sum(map(bool, faults))} of {len(faults)} rows are invalid (counted from "
             f"0): {_said(kinds)}; correct or remove them{advice}"
         )
 

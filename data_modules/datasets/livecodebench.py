@@ -132,7 +132,7 @@ def unpacked(text: str) -> str:
         raise ValueError("packed tests that are not a pickle") from error
     texts = [argument for name, argument in opcodes if name in _TEXT_OPCODES]
     if len(texts) != 1 or not all(name in _TEXT_OPCODES | _OTHER_OPCODES for name, _ in opcodes):
-        raise ValueError("packed tests that are a pickle of something else than one text; it was not loaded")
+        raise ValueError("packed tests whose pickle is not one text; it was not loaded")
     return str(texts[0])
 
 

@@ -126,7 +126,7 @@ class QuestionFile:
         elif said := said_faults(faults):
             total = len(self._rows)
             if not tasks:
-                raise DatasetError(f"{self._path}: none of {total} rows is as it should be: {said}")
+                raise DatasetError(f"{self._path}: all {total} rows are invalid: {said}")
             left_out = total - len(tasks)
             logger.warning("%s: %d of %d rows are left out (counted from 0): %s", self._path, left_out, total, said)
         if self._incomplete:

@@ -97,6 +97,19 @@ def comments_of(class_path: str) -> dict[str, str]:
         names = function.__qualname__.rpartition(".")[0]
         text = inspect.getdoc(getattr(owner, names, function)) or ""
         for name, about in re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", text, re.MULTILINE):
-            sentence = re.split(r"(?<=[^.])[.;:] ", " ".join(about.split()), maxsplit=1)[0].rstrip(".")
-            found.setdefault(name, sentence)
+            found.setdefault(name, _first_sentence(" ".join(about.split())))
     return found
+
+
+def _first_sentence(text: str) -> str:
+    """Return the text up to its first full stop, semicolon or colon outside brackets.
+
+    >>> _first_sentence("tokens (without packing: with padding) a batch; see above.")
+    'tokens (without packing: with padding) a batch'
+    """
+    depth = 0
+    for k, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0 and sign in ".;:" and text[k - 1 : k] != "." and text[k + 1 : k + 2] == " ":
+            return text[:k]
+    return text.rstrip(".")

@@ -114,8 +114,8 @@ def status(progress: Progress | None, chain: Chain, elapsed: float, width: int =
 
 
 def _chain_left(progress: Progress | None, chain: Chain, elapsed: float) -> str:
-    """Time left for all stages: for this one by its own pace or, if that is longer, by its last time, and for the
-    others by their last time. ">" where the time of a stage is not known."""
+    """Estimate the time until all stages end, from the pace of this stage and the earlier times of all. ">" marks a
+    lower bound: a stage has no earlier time."""
     own = [progress.eta_s] if progress is not None and math.isfinite(progress.eta_s) else []
     own += [chain.own_s - elapsed] if chain.own_s is not None else []
     known = chain.own_s is not None and chain.rest_known

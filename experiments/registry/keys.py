@@ -108,8 +108,8 @@ def is_input(text: str, root: Path) -> bool:
 
 
 def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
-    """Whether a class accepts a path for an option, judged by annotations and ``FOLDERS``. Types are checked only after
-    the key is known, and a folder given as a learning rate must not be read before."""
+    """Whether a class accepts a path for an option, by its annotation and ``FOLDERS``. Types are checked later, so this
+    keeps a folder that is given as a learning rate from being read."""
     ours = class_path.partition(".")[0] in OURS
     wanted = PATHS if ours and is_folder and option not in FOLDERS else TEXTS
     module, _, name = class_path.rpartition(".")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Protocol):
-    """The part of an algorithm that its advantage transforms may read. An ``OnPolicyModule`` has all but the options of
-    the policy's loss; ``GRPO`` and ``PPO`` have those, too."""
+    """Attributes of an algorithm that its advantage transforms may read. Only ``GRPO`` and ``PPO`` have the options of
+    the policy loss."""
 
     advantage_transforms: list[AdvantageTransform]
     metrics: StepMetrics

@@ -152,7 +152,7 @@ class GRPO(OnPolicyModule):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """With one optimiser step an iteration, pi_old is the policy of the update's forward pass: all ratios are 1."""
+        """Whether log-probs are computed before the update. With one optimiser step an iteration all ratios are 1."""
         return (
             self.num_mini_batches * self.epochs > 1
             or self.corrects

@@ -343,7 +343,7 @@ class EngineProcess:
         return self._loading is not None and self._asked[self._loading].message[0] == "load"
 
     def check_transfer(self, method: str) -> None:
-        """Check that the child has opened the way for a transfer.
+        """Check that the child has opened its side of a weight transfer.
 
         Raises:
             ValueError: no init_weight_transfer_engine came before ``method``.

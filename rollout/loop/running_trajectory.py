@@ -132,7 +132,7 @@ class RunningTrajectory:
         self.open_runs = ()
 
     def append_to_turn(self, token_id: int) -> None:
-        """Append a token to the last turn that was not sampled. It is trained on, with log-prob 0."""
+        """Append a token that was not sampled to the last turn, with mask 1 and log-prob 0."""
         self._extend([token_id], 1, [0.0])
         end = len(self.response_ids)
         self.turns[-1] = dataclasses.replace(self.turns[-1], end=end, observation_end=end)

@@ -88,7 +88,7 @@ class DeadlinePool:
             pool = self._pool
         while not wait([future], 1.0).done:  # a pool that breaks while it is given a call may never answer it
             if not pool.active and not wait([future], timeout_s + 5.0).done:
-                raise BrokenProcessPool("it broke while it was given a call")
+                raise BrokenProcessPool("the worker processes ended before one took the call")
         try:
             returned, result = future.result()
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Trajectories that go on where others were cut: what a policy makes of another one's beginnings."""
+"""Sampler that continues given beginnings of trajectories with the current policy."""
 
 from __future__ import annotations
 

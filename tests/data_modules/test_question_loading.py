@@ -246,7 +246,7 @@ def test_faulty_rows_stop_the_run_or_are_left_out(system, mixed, caplog):
         data.setup("fit")
         return sorted(t.id for iteration in range(data.iterations_per_pass) for t in data.prompts(iteration))
 
-    with pytest.raises(DatasetError, match="3 of 6 rows are not as they should be.*with on_invalid_row: drop"):
+    with pytest.raises(DatasetError, match="3 of 6 rows are invalid.*with on_invalid_row: drop"):
         questions()
     assert questions(on_invalid_row="drop") == ["choice_2", "code_4", "math_0"]
     assert "3 of 6 rows are left out" in caplog.text and "1 with no gold answer: row 1" in caplog.text

@@ -68,7 +68,7 @@ class BuildHousehold(WorldTask):
             if taken is None or name not in taken:
                 (set() if taken is None else taken).add(name)
                 return game, Simulator(game).reset().text.strip()
-        raise ValueError(f"{TRIES} games of type {kind} in a row were drawn before; ask for fewer games, or size: full")
+        raise ValueError(f"found no new game of type {kind} in {TRIES} tries; ask for fewer games, or take size: full")
 
     def _text(self, rng: random.Random) -> str:
         return mixed_text(rng, self.bank, numbered_name, self._transcript)

@@ -75,7 +75,9 @@ class ListWebShop(ShopTask):
         panel: PositiveInt = 128,
     ) -> None:
         if not 1 <= panel <= evaluation:
-            raise ValueError(f"panel is {panel}; expected 1 to evaluation = {evaluation}, of which it is a part")
+            raise ValueError(
+                f"panel is {panel}; expected 1 to {evaluation} (evaluation), because the panel is a part of it"
+            )
         self.items, self.attributes = items, attributes
         self.products, self.seed = products, seed
         self.evaluation, self.panel = evaluation, panel

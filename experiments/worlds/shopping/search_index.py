@@ -59,8 +59,8 @@ class ProductSearch:
         ids = await self._ids(title)
         if ids and not any(asin in catalogue.by_asin for asin in ids):
             raise ValueError(
-                f"the search for {title!r} found {', '.join(ids[:3])}, of which none is in the catalogue: its index is "
-                "of other texts. Build one of search_index.write_corpus's file, or name the right server"
+                f"the search for {title!r} found {', '.join(ids[:3])}, which are not in the catalogue; expected its "
+                "products. Build the index from the file of search_index.write_corpus, or name the right server"
             )
 
     async def find(self, query: str, catalogue: Catalogue) -> tuple[Product, ...]:

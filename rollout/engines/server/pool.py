@@ -61,8 +61,7 @@ class ServerPool:
         self._wake()
 
     async def moved_on(self, held: ServerWeightState) -> bool:
-        """Whether newer weights than ``held`` are required of the servers by now. Waits for the end of a push in
-        progress."""
+        """Return whether a newer push than ``held`` has ended. Waits for a push in progress."""
         await self._settled.wait()
         return self.held.tag != held.tag
 
@@ -199,7 +198,7 @@ class ServerPool:
         if health["max_length"] < self._max_length:
             raise ValueError(
                 f"{server} takes {health['max_length']} tokens, not {self._max_length}; start it with that max_length, "
-                "or  lower this engine's"
+                "or lower this engine's"
             )
         answer = await server.shapes()
         found = {name: tuple(shape) for name, shape in answer["weights"].items()}

@@ -206,5 +206,5 @@ def test_faulty_rows_are_left_out_on_request(file, caplog):
     assert "8 of 10 rows are left out" in caplog.text and "3 with no gold answer: row 3, 4, 7" in caplog.text
     caplog.clear()
     assert len(load_tasks(file(MIXED), "drop")) == len(MIXED) and "left out" not in caplog.text
-    with pytest.raises(DatasetError, match="none of 1 rows is as it should be: 1 with no gold answer: row 0"):
+    with pytest.raises(DatasetError, match="all 1 rows are invalid: 1 with no gold answer: row 0"):
         load_tasks(file([row("math_dapo", "a?", " ")]), "drop")

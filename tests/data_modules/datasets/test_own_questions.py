@@ -104,7 +104,7 @@ def test_all_faults_of_a_row_come_at_once(tmp_path):
     with pytest.raises(DatasetError) as caught:
         load_tasks(tmp_path / "q.parquet")
     said = str(caught.value)
-    assert "2 of 2 rows are not as they should be" in said and "1 with no data source: row 0" in said
+    assert "2 of 2 rows are invalid" in said and "1 with no data source: row 0" in said
     for fault in ("an empty question", "metadata that is not a JSON object", "no gold answer"):
         assert f"2 with {fault}: row 0, 1" in said
 

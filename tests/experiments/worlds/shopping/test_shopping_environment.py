@@ -156,7 +156,7 @@ def test_an_index_of_other_texts_is_told_at_the_start(tmp_path):
         return [other_index._best({"with"}, k) for _ in queries]
 
     other_index.search = search
-    with pytest.raises(ValueError, match="none is in the catalogue: its index is of other texts"):
+    with pytest.raises(ValueError, match="which are not in the catalogue"):
         asyncio.run(shop.start())
 
 
