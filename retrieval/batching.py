@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +16,7 @@ from typing import Any
 from retrieval.types import Document, Progress, SearchBackend
 
 Answer = list[Document]  # to one query
-MAX_BATCH = 64  # queries in one call: enough to share its fixed cost, few enough that new requests wait briefly
+CALL_S = 0.5  # target for the seconds of one call, see CallSize
 
 
 class OwnerThread:
@@ -80,6 +84,38 @@ class Counters:
     largest_batch: int = 0  # queries
 
 
+class CallSize:
+    """Limits the number of queries in one call.
+
+    A long call delays new requests, and a call with few queries wastes its fixed cost. The durations of the last calls
+    give the fixed cost of a call (a) and the cost of each query (b). Queries may add ``CALL_S`` seconds, or 2a if that
+    is more. Then a query takes at most 1.5 times as long as in the largest calls, and a call takes at most a + CALL_S
+    or three times as long as for one query. Outliers do not count. While b is unknown, calls grow fourfold.
+    """
+
+    def __init__(self, largest: int = 1024) -> None:
+        self._largest = largest
+        self._calls: deque[tuple[int, float]] = deque(maxlen=16)  # queries, seconds
+        self._warm = False
+
+    def add(self, queries: int, seconds: float) -> None:
+        if self._warm:  # the first call is not representative
+            self._calls.append((queries, seconds))
+        self._warm = True
+
+    def get(self) -> int:
+        size, per_query, fixed = 4, 0.0, 0.0
+        if self._calls:
+            pairs = itertools.combinations(self._calls, 2)
+            slopes = [(t - s) / (n - m) for (m, s), (n, t) in pairs if n != m]
+            if slopes:
+                per_query = min(statistics.median_high(slopes), min(t / n for n, t in self._calls))
+            fixed = max(0.0, min(t - per_query * n for n, t in self._calls))
+            size *= max(n for n, _ in self._calls)
+        wanted = max(CALL_S, 2 * fixed) / per_query if per_query > 0 else math.inf
+        return max(1, int(min(size, wanted, self._largest)))
+
+
 class Batcher:
     """Merges the requests that arrive during one call into the next call.
 
@@ -88,10 +124,10 @@ class Batcher:
     Use from one event loop.
     """
 
-    def __init__(self, owner: OwnerThread, max_batch: int = MAX_BATCH) -> None:
+    def __init__(self, owner: OwnerThread, max_batch: int = 1024) -> None:
         self.owner = owner
         self.counters = Counters()
-        self._max_batch = max_batch
+        self._size = CallSize(max_batch)
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task | None = None
 
@@ -114,7 +150,7 @@ class Batcher:
 
     async def _work(self) -> None:
         await asyncio.sleep(0)  # let requests of the same event-loop iteration join the first batch
-        while batch := self._take(self._max_batch):
+        while batch := self._take(self._size.get()):
             await self._answer(batch)
 
     def _take(self, size: int) -> _Batch:
@@ -135,6 +171,7 @@ class Batcher:
         """Make one call for the batch. If it fails, make one per request, so that only faulty requests fail."""
         queries = [query for _, part in batch for query in part]
         self._count(len(queries))
+        began = time.monotonic()
         try:
             answers: list[Any] = await asyncio.wrap_future(self.owner.search(queries, batch[0][0].k))
             if len(answers) != len(queries):
@@ -147,6 +184,7 @@ class Batcher:
                 if not request.answers.done():
                     await self._answer([(request, part)])
             return
+        self._size.add(len(queries), time.monotonic() - began)
         start = 0
         for request, part in batch:
             request.add(answers[start : start + len(part)])

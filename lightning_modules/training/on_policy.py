@@ -73,8 +73,8 @@ CONSTANT_ITERATIONS = 5  # in a row without differing rewards in any group, befo
 
 
 class OnPolicyModule(PolicyModule):
-    """Scores a rollout batch (``list[Trajectory]``) and learns from it. The module's docstring lists the methods that an
-    algorithm defines.
+    """Scores a rollout batch (``list[Trajectory]``) and learns from it. The module's docstring lists what an algorithm
+    defines.
 
     Where every turn has its own prompt, an algorithm learns from the rows of ``split_turns``: one per turn, with the
     trajectory's reward, group and index.

@@ -7,7 +7,7 @@ import threading
 import aiohttp
 import pytest
 
-from retrieval.batching import Batcher, OwnerThread
+from retrieval.batching import Batcher, CallSize, OwnerThread
 from retrieval.client import RetrieverClient
 from retrieval.types import Document
 from tests.processes import with_patience
@@ -96,6 +96,36 @@ def test_what_is_left_of_a_large_request_is_dropped_with_its_client():
     calls, answers, counters = run([(["a"], 1), (["b"] * 9, 1), (["c"], 1)], max_batch=3, cancel=1, after=2)
     assert [queries for queries, _ in calls] == [["a"], ["b", "b", "c"]] and ids(answers[2]) == ["c"]
     assert (counters.dropped, counters.queries) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_query", "expected"),
+    [
+        (0.0, 1e-4, 1024),
+        (0.0, 0.001, 500),
+        (0.0, 0.02, 25),
+        (0.0, 2.0, 1),
+        (0.2, 0.016, 31),
+        (3.0, 0.0, 1024),  # a chunk sized for a time alone would shrink to one query, each of which takes 3 s
+        (3.0, 0.01, 600),
+    ],
+)
+@pytest.mark.parametrize("odd", ["none", "first call", "some calls"])
+def test_how_many_queries_a_call_may_have(fixed, per_query, expected, odd):
+    """By what calls cost; those that are slow by chance do not count."""
+    size = CallSize()
+    for call in range(60):
+        asked = size.get() if call % 3 else max(1, size.get() // 2)  # not always so many are waiting
+        slow = {"first call": call == 0, "some calls": call % 7 == 0}.get(odd, False)
+        size.add(asked, fixed + per_query * asked + 30 * slow)
+    assert 0.9 * expected <= size.get() <= expected
+
+
+def test_single_queries_do_not_tell_how_large_a_call_may_be():
+    size = CallSize()
+    for _ in range(40):
+        size.add(1, 0.2)
+    assert size.get() == 4
 
 
 def test_a_retriever_that_answers_too_little_fails_and_keeps_nobody_waiting():
