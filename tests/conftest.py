@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import gc
 import resource
 import signal
 from pathlib import Path
@@ -16,6 +17,14 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in its background; it is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+gc.disable()  # a quarter of the time of importing every test goes to the search for garbage, of which there is none
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor does any test look through what was imported
+    gc.enable()
+
 
 TEXTS = [
     "<think> birthplace of Mira Voss </think>\n<search> Mira Voss birthplace </search>\n\n<information>Doc 1(Title: "

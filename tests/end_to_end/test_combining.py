@@ -36,8 +36,9 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_others_are_valid(environment):
+def test_the_others_are_valid(environment, monkeypatch):
     folder, outputs = (Path(environment[f"COMPACT_AGENTS_{name}"]) for name in ("EXPERIMENTS", "OUTPUTS"))
+    monkeypatch.setenv("COMPACT_AGENTS_EXPERIMENTS", str(folder))  # which a file names
     project = Project(experiment_dirs=(folder, *Project().experiment_dirs), outputs=outputs)
     for name in FILES.keys() - {TEACHER, *TRAINED}:
         check(Graph(project, name).target(), ROOT)
