@@ -58,7 +58,7 @@ class PretrainedModel:
             origin = {"revision": revision} if revision else {}
             tokenizer = AutoTokenizer.from_pretrained(name, **origin)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **origin)
-        rows = model.get_input_embeddings().num_embeddings
+        rows: int = model.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > rows:
             raise ValueError(
                 f"the tokenizer of {self.source!r} has {len(tokenizer)} tokens, and the model {rows}; expected no more "
@@ -89,8 +89,8 @@ class PretrainedModel:
         for path in distribution.files or ():
             if re.fullmatch(r"(?i)licen[cs]e.*|copying.*", path.name):
                 shutil.copyfile(str(distribution.locate_file(path)), folder / path.name)
-        metadata = distribution.metadata
-        return {"licence": metadata.get("License-Expression") or metadata.get("License") or "unknown"}
+        about = distribution.metadata.json
+        return {"licence": str(about.get("license_expression") or about.get("license") or "unknown")}
 
 
 def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.worlds.atlas import passages
 from experiments.worlds.atlas.facts import Atlas, City, Country, folded, without_accents
@@ -31,8 +32,8 @@ class Relation:
     all_words: str
     phrases: tuple[str, ...]
     part: str
-    follow: Callable[[Place, Atlas], Place | str | None]
-    fact: Callable[[Place, Atlas], str]
+    follow: Callable[[Any, Atlas], Place | str | None]
+    fact: Callable[[Any, Atlas], str]
 
 
 def _neighbour(country: Country, atlas: Atlas) -> Country | None:
