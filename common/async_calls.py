@@ -13,13 +13,13 @@ _DRAWS = random.Random()  # a separate generator: pauses must not move the seede
 
 
 def pause_before_retry(retry: int, base_s: float) -> float:
-    """Return seconds before retry number ``retry`` (from 1): ``base_s * 2**(retry - 1)``, times a random factor between
-    0.5 and 1.5, so that many callers do not return to a service at the same moment."""
+    """Return the seconds to wait before retry number ``retry`` (from 1). The wait doubles with each retry, from
+    ``base_s``; a random factor between 0.5 and 1.5 keeps many callers from retrying at the same moment."""
     return base_s * 2 ** (retry - 1) * _DRAWS.uniform(0.5, 1.5)
 
 
 class PerLoop(Generic[T]):
-    """Holds one object, made for the event loop that asks first. A later loop gets a new object.
+    """Holds one object per event loop: the first loop that asks creates it. A later loop gets a new object.
 
     Args:
         owner: the user of the object, for messages.
@@ -32,7 +32,8 @@ class PerLoop(Generic[T]):
         self._made: T | None = None
 
     def get(self) -> T:
-        """Return the running loop's object. Raises RuntimeError while another live loop has one."""
+        """Return the running event loop's object, created if necessary. Raises RuntimeError while another live loop has
+        one."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._made is None:
             if self._loop is not None and not self._loop.is_closed():
@@ -41,7 +42,7 @@ class PerLoop(Generic[T]):
         return self._made
 
     def drop(self) -> T | None:
-        """Remove the stored object. Return it if it belongs to the running loop."""
+        """Remove the stored object, and return it if it belongs to the running event loop (else None)."""
         made = self._made if self._loop is asyncio.get_running_loop() else None
         self._loop = self._made = None
         return made

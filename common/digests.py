@@ -26,7 +26,8 @@ LIST = "digests.sha256"
 
 
 class DigestError(ValueError):
-    """A file or list was altered, cut off, renamed or removed. ``found``: the message without the advice."""
+    """Raised if a file, or its list of SHA-256 digests, was altered, truncated, renamed or removed. ``found``: the
+    message without the advice."""
 
     def __init__(self, found: str, cure: str) -> None:
         super().__init__(f"{found}. {cure}")
@@ -34,17 +35,18 @@ class DigestError(ValueError):
 
 
 def list_path(path: Path) -> Path:
-    """Return the path of the list of a file or folder."""
+    """Return the path of the digest list (SHA-256 of each file) that belongs to a file or folder."""
     return path / LIST if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file itself, or all files under a folder except the list, sorted."""
+    """Return the sorted paths of all files under a folder, except the list of SHA-256 digests. For a file, return only
+    its own path."""
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != LIST) if path.is_dir() else [path]
 
 
 def sha256(path: Path, *, sync: bool = False) -> str:
-    """Hash a file of any size. ``sync``: wait first until the file is on disk."""
+    """Return the SHA-256 of a file of any size, in hexadecimal. ``sync``: first wait until the file is on disk."""
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
@@ -52,7 +54,7 @@ def sha256(path: Path, *, sync: bool = False) -> str:
 
 
 def write_list(path: Path, digests: Mapping[str, str], of: str = "") -> None:
-    """Write the list of ``path``.
+    """Write the digest list (SHA-256 of each file) of ``path`` from digests that are already computed.
 
     Args:
         digests: by file name, relative to the list's folder.
@@ -72,16 +74,16 @@ def _text(digests: Mapping[str, str], of: str) -> bytes:
 
 
 def write_digests(path: Path, files: Iterable[Path] | None = None) -> None:
-    """Hash a file, or ``files`` in a folder (default: all), and write the list."""
+    """Compute the SHA-256 digests of a file, or of ``files`` in a folder (default: all), and write the digest list."""
     folder = list_path(path).parent
     found = files_of(path) if files is None else files
     write_list(path, {file.relative_to(folder).as_posix(): sha256(file, sync=True) for file in found})
 
 
 def check_digests(path: Path) -> None:
-    """Compare a file, or the files in a folder, with their list, or with the list of a parent folder.
+    """Compare a file, or the listed files in a folder, with their digest list (stored SHA-256).
 
-    Reads each file once. Returns at once without a list.
+    The list may be in a parent folder. A path without a list passes.
 
     Raises:
         DigestError: a file differs, the list is damaged, or the list belongs to another path.
@@ -128,7 +130,8 @@ def _read(path: Path) -> tuple[dict[str, str], str]:
 
 
 def parse_list(content: bytes) -> tuple[dict[str, str], str] | None:
-    """Return digests by file name, and the name that their path must keep (empty: any). Returns None if damaged."""
+    """Parse the content of a digest list. Return the digests by file name, and the name that the listed path must keep
+    (empty: any), or None for a damaged list."""
     text = os.fsdecode(content)
     if head := re.match(r"# \d+ files(?: of (.+))?, SHA-256 of this list: \w+\n", text):
         digests, of = {line[66:]: line[:64] for line in text[head.end() :].split("\n")[:-1]}, head[1] or ""

@@ -13,7 +13,8 @@ TORCHRUN_PREFIX = "TORCHELASTIC_"
 
 
 def child_environment(environment: Mapping[str, str], threads: int, *, several_devices: bool = False) -> dict[str, str]:
-    """Return the engine's environment: its threads, no rank variables, and only the GPU of the trainer's rank.
+    """Return the environment variables for an engine's process: its number of threads, no rank variables, and only the
+    GPU of the trainer's rank.
 
     Otherwise the engines of all ranks would load on the first GPU. An engine over ``several_devices`` gets all GPUs of
     the trainer.

@@ -22,13 +22,14 @@ REPLACED = ".replaced"  # suffix of ``set_aside``
 
 
 class DiskFullError(OSError):
-    """The disk is full. The file that was to be replaced is intact."""
+    """Raised if a file cannot be written because the disk is full. The file that it would replace is intact."""
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Whether a full disk, a full quota or a file size limit caused the error.
+    """Return whether a full disk, a full quota or a file size limit caused the error.
 
-    Errors of torch and safetensors have no errno, so their messages are searched."""
+    Errors of torch and safetensors have no errno, so their messages are searched.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
     told = str(error)
@@ -46,7 +47,8 @@ def no_room_message(path: Path, intact: str) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``. It replaces ``path`` if the block succeeds, and is removed otherwise.
+    """Context manager for an atomic write: yields a temporary path, which replaces ``path`` if the block succeeds and
+    is removed otherwise.
 
     Raises DiskFullError if the disk is full; the old file stays.
     """
@@ -66,14 +68,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically. Raises as ``replacing``."""
+    """Write a file so that readers see the old or the new content, never a part. Raises as ``replacing``."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, one process at a time. The kernel releases the lock if its holder dies. The file stays."""
+    """Context manager that holds an exclusive lock on the file ``path``, so that one process at a time runs the block.
+    The kernel releases the lock if its holder dies. The lock file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -81,10 +84,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def obey_umask(folder: Path) -> None:
-    """Give every file under ``folder`` the mode that the umask allows.
+    """Set the permissions of every file under ``folder`` to those that the umask gives new files.
 
     safetensors writes mode 0600, and copies keep the mode of their source. Hard links are not changed, because they may
-    be other people's files."""
+    be other people's files.
+    """
     probe = folder / f".{os.getpid()}.mode"
     probe.touch()  # os.umask would change the umask of all threads for an instant
     given = probe.stat().st_mode & 0o666
@@ -98,7 +102,7 @@ def obey_umask(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a folder, if it exists."""
+    """Delete a file, a symbolic link or a folder with its content. Does nothing if the path does not exist."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     elif path.is_dir():
@@ -106,10 +110,11 @@ def remove(path: Path) -> None:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Replace folder ``target`` by folder ``new``.
+    """Replace the folder ``target`` by the folder ``new``, which is moved.
 
     Not every system can swap folders atomically, so the old one is briefly called ``.<name>.old``. After a kill at
-    that moment ``recover_folder`` restores it."""
+    that moment ``recover_folder`` restores it.
+    """
     old = target.with_name(f".{target.name}.old")
     remove(old)
     if target.exists():
@@ -119,7 +124,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def recover_folder(target: Path) -> None:
-    """Finish or undo a ``replace_folder`` that was killed."""
+    """Finish or undo a call of ``replace_folder`` that was killed halfway."""
     old = target.with_name(f".{target.name}.old")
     if old.exists():
         if target.exists():
@@ -129,7 +134,7 @@ def recover_folder(target: Path) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename ``path`` to the first free name of ``<name><suffix>``, ``<name><suffix>2``, ... Returns the new path."""
+    """Rename ``path`` to ``<name><suffix>``, or the first free ``<name><suffix>2``, ``3``, ... Return the new path."""
     names = (path.with_name(f"{path.name}{suffix}{number}") for number in itertools.chain([""], itertools.count(2)))
     aside = next(name for name in names if not os.path.lexists(name))
     os.rename(path, aside)
@@ -137,9 +142,10 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def link_atomically(link: Path, target_name: str) -> None:
-    """Point the symbolic link ``link`` at ``target_name`` in the same folder, atomically.
+    """Create or change the symbolic link ``link`` atomically, so that it points to ``target_name`` in the same folder.
 
-    Renames a real file or folder of the link's name to ``<name>.replaced``."""
+    Renames a real file or folder of the link's name to ``<name>.replaced``.
+    """
     temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
     remove(temporary)
     temporary.symlink_to(target_name)

@@ -15,7 +15,8 @@ BACKLOG = 2048  # connections waiting to be accepted
 
 
 def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
-    """Return a listening socket, from the descriptor ``inherited`` or a new one. ``port`` 0 takes a free one."""
+    """Return a listening TCP socket. ``inherited``: descriptor of an open socket to use instead of a new one. ``port``
+    0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, fileno=inherited)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,7 +31,8 @@ def bind(host: str, port: int, inherited: int | None = None) -> socket.socket:
 async def listen(
     app: web.Application, listener: socket.socket, key: str, paths: str, idle_s: float, stop_s: float
 ) -> web.AppRunner:
-    """Answer requests on ``listener``, until the runner's ``cleanup``. Cancels a handler when its client hangs up.
+    """Start a web server on an open socket, and return its runner, whose ``cleanup`` stops it. A client that
+    disconnects cancels its handler.
 
     Args:
         key: key of an error message in its JSON.
@@ -58,7 +60,7 @@ async def listen(
 
 
 async def read_body(request: web.Request, within_s: float) -> bytes:
-    """Read the whole body, decompressed.
+    """Return the whole body of an HTTP request, decompressed.
 
     Raises:
         HTTPRequestTimeout: the body did not arrive ``within_s`` seconds.
@@ -83,7 +85,7 @@ def _unreadable(why: str) -> str:
 
 
 class _Handler(web.RequestHandler):
-    """Answers the requests of one connection. Every error is one line of JSON, even for bytes that are not HTTP."""
+    """Answers the HTTP requests of one connection. Every error is a line of JSON, even for bytes that are not HTTP."""
 
     __slots__ = ("_key", "_paths")
 
@@ -92,7 +94,7 @@ class _Handler(web.RequestHandler):
         self._key, self._paths = key, paths
 
     def log_exception(self, *arguments: Any, **options: Any) -> None:
-        """Log faults of the server. Malformed requests are answered and not logged."""
+        """Log an exception unless a malformed request caused it; the client gets an error message instead."""
         if not isinstance(options.get("exc_info"), (HttpProcessingError, web.RequestPayloadError)):
             super().log_exception(*arguments, **options)
 

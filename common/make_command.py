@@ -14,7 +14,7 @@ EXPORTED = ("Q",)  # read from the environment, not by make's shell
 
 
 def make_command(target: str, variables: Mapping[str, object], arguments: Sequence[str] = ()) -> str:
-    """Return a command to type. Values may contain quotes, blanks and dollar signs.
+    """Return a ``make`` command that a user can paste into a shell. Values may contain quotes, blanks and dollar signs.
 
     Args:
         target: a target of the Makefile.
@@ -31,8 +31,7 @@ def make_command(target: str, variables: Mapping[str, object], arguments: Sequen
 
 
 def same_run(target: str, *names: str) -> str:
-    """Return the make command for another target, with the variables of the command that started this process
-    (``COMMAND_VARIABLE``).
+    """Return a ``make`` command for another target, with the variables of the command that started this process.
 
     Args:
         names: the variables to keep besides EXP and ARGS.
@@ -44,7 +43,8 @@ def same_run(target: str, *names: str) -> str:
 
 
 def continue_command() -> str:
-    """Return the command that continues this run (``CONTINUE_VARIABLE``), or words if no launcher has set it."""
+    """Return the command that continues this run, or "the same command again" if no launcher has set
+    ``CONTINUE_VARIABLE``."""
     return os.environ.get(CONTINUE_VARIABLE, "the same command again")
 
 
@@ -70,5 +70,5 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """Escape a value for use between double quotes."""
+    """Escape backslashes, quotes, dollar signs and backticks for use between double quotes."""
     return re.sub(r'([\\"$`])', r"\\\1", value)

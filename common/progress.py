@@ -32,14 +32,15 @@ class Progress:
 
 
 class ProgressReports:
-    """Writes progress to stderr at most every ``EVERY_S`` seconds, and at the start and end of each phase."""
+    """Writes a stage's progress to stderr, at most every ``EVERY_S`` seconds and at the start and end of each phase."""
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[float, float]] = {}  # phase -> time of its start, share done at that time
         self._last = -math.inf
 
     def begin(self, phase: str, done: float = 0.0) -> None:
-        """Begin a phase. A validation may begin within training, which continues afterwards."""
+        """Report the start of a phase, such as training. A validation may begin within training, which continues
+        afterwards."""
         self._begun[phase] = (time.monotonic(), done)
         self._write(Progress(phase, done, 0.0, math.nan))
 

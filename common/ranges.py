@@ -15,7 +15,8 @@ from typing_extensions import TypeAliasType  # in typing since Python 3.12
 
 
 def _no_bool(value: Any) -> Any:
-    """Refuse a boolean: pydantic reads ``true`` as 1, but in a configuration it is a mistake."""
+    """Refuse a boolean where a number is expected. pydantic would read ``true`` as 1, but in a configuration it is a
+    mistake."""
     if isinstance(value, bool):
         raise PydanticCustomError("number", "Input should be a number")
     return value

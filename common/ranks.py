@@ -26,7 +26,7 @@ def rank() -> int:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the picklable value of every rank, in rank order, on every rank. A collective.
+    """Return the picklable values of all ranks as a list, in rank order, on every rank (a collective).
 
     Raises:
         RuntimeError: a rank has ended, or has not come within the group's timeout; rank 0 names the missing ranks.
@@ -43,19 +43,20 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_lists(items: Sequence[Any]) -> list[Any]:
-    """Return the concatenation of every rank's sequence, in rank order, on every rank. A collective."""
+    """Return the concatenated sequences of all ranks as one list, in rank order, on every rank (a collective)."""
     return [item for part in gather_objects(list(items)) for item in part]
 
 
 def gather_values(values: Tensor) -> Tensor:
-    """Gather [n] of this rank to [N] of all ranks, in rank order; n may differ between ranks. A collective."""
+    """Return the values of all ranks as one tensor, from [n] on each rank to [N], in rank order (a collective). n may
+    differ between ranks."""
     if world_size() == 1:
         return values
     return values.new_tensor(gather_lists(values.tolist()))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum element-wise over ranks; the argument does not change. A collective."""
+    """Return the element-wise sum of a tensor over ranks (a collective). The argument does not change."""
     import torch.distributed as dist
 
     if world_size() == 1:
@@ -66,7 +67,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def max_over_ranks(value: int, device: torch.device | str) -> int:
-    """Return the largest of the ranks' integers. A collective."""
+    """Return the largest of the ranks' integers (a collective)."""
     import torch
     import torch.distributed as dist
 
@@ -79,7 +80,8 @@ def max_over_ranks(value: int, device: torch.device | str) -> int:
 
 @contextmanager
 def stop_together() -> Iterator[None]:
-    """Raise an error of any rank on all ranks at the end of the block, so that no rank waits in the next collective.
+    """Context manager that raises an error of any rank on all ranks at the end of the block, so that no rank waits in
+    the next collective.
 
     The block must not contain collectives. Every rank must enter it.
 
@@ -99,7 +101,8 @@ def stop_together() -> Iterator[None]:
 
 
 def _host_group() -> Any:
-    """A gloo group of all ranks: NCCL would send pickles through the GPUs' memory."""
+    """Return a gloo process group of all ranks, or None if the default group is gloo. NCCL would send pickles through
+    the GPUs' memory."""
     import torch.distributed as dist
 
     if dist.get_backend() == "gloo":

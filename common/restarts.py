@@ -15,18 +15,18 @@ Result = TypeVar("Result")
 
 
 class RestartsUsedUp(Exception):
-    """The process died once too often. The message says why it died the last time."""
+    """Raised if a process died more often than its limit of restarts. The message says why it died the last time."""
 
 
 class Restarts:
-    """Allows at most ``limit`` restarts within any hour."""
+    """Limits how often a dead process is restarted: at most ``limit`` times within any hour."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._times: deque[float] = deque()  # of the restarts within the last hour
 
     def take(self) -> bool:
-        """Count one restart. Returns False if it exceeds the limit."""
+        """Count one restart, and return whether it is allowed."""
         now = time.monotonic()
         while self._times and now - self._times[0] > HOUR_S:
             self._times.popleft()
@@ -44,7 +44,8 @@ class Restarts:
         errors: tuple[type[Exception], ...] = (Exception,),
         counted: bool = True,
     ) -> Result | None:
-        """Call ``start`` until it succeeds, and return its result. Returns None once ``closing`` is set.
+        """Restart a process: call ``start`` until it succeeds, and return its result. Returns None once ``closing`` is
+        set.
 
         Args:
             start: starts the next process; is given why the last one died, and whether this restart counts.
@@ -70,6 +71,6 @@ class Restarts:
         return f"{len(self._times)} of {self.limit} within an hour"
 
     def used_up(self) -> str:
-        """Return the words that end an error message when all restarts are used up, or "" if no restart was allowed."""
+        """Return the end of an error message about the reached limit of restarts, or "" if no restart was allowed."""
         times = "once" if self.limit == 1 else f"{self.limit} times"
         return f"; it was restarted {times} within an hour (option restarts)" if self.limit else ""

@@ -24,9 +24,11 @@ _made: dict[int, tuple[Path, int]] = {}  # process id (a fork owns no folder) ->
 
 
 def run_folder() -> Path:
-    """Return the run's temporary folder. The first process of a run creates it, and removes it at its end.
+    """Return the path of the run's temporary folder. The first process of a run creates the folder, and removes it when
+    it ends.
 
-    Returns the system's temporary folder if that is full, or has no file locks."""
+    Returns the system's temporary folder if the run's folder cannot be created, as on a full disk.
+    """
     parent = Path(tempfile.gettempdir())
     if (parent / OWNER).exists():  # a parent process has created it
         return parent
@@ -42,7 +44,7 @@ def run_folder() -> Path:
 
 
 def use_run_folder() -> None:
-    """Put all temporary files of this process, and of those that it starts, into the run's folder. torch's compiled
+    """Put all temporary files of this process and its children into the run's temporary folder. torch's compiled
     kernels stay outside, because later runs use them."""
     _outside.update({name: os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")})
     kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
@@ -51,12 +53,12 @@ def use_run_folder() -> None:
 
 
 def outside_environment() -> dict[str, str]:
-    """Return the environment without the run's folder, for a job that outlives the run."""
+    """Return the environment variables as they were before ``use_run_folder``, for a job that outlives the run."""
     return {name: value for name, value in {**os.environ, **_outside}.items() if value is not None}
 
 
 def remove_run_folder() -> None:
-    """Remove the run's folder if this process made it. Runs at exit; call it yourself before ``os._exit``."""
+    """Remove the run's temporary folder if this process made it. Runs at exit; call it before ``os._exit``."""
     folder, lock = _made.pop(os.getpid(), (None, -1))
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +80,7 @@ def _make(parent: Path) -> tuple[Path, int]:
 
 
 def remove_orphans(parent: Path) -> None:
-    """Remove the run folders in ``parent`` whose processes are gone."""
+    """Remove the temporary folders of dead runs from the folder ``parent``."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # not ours, in use, or removed by another start
             lock = _lock(folder)
@@ -87,7 +89,8 @@ def remove_orphans(parent: Path) -> None:
 
 
 def _lock(folder: Path, flags: int = 0) -> int:
-    """Lock a run folder and return the descriptor. Raises OSError if another process has locked it."""
+    """Lock a run's temporary folder, and return the descriptor of its lock file. Raises OSError if another process has
+    locked it."""
     lock = os.open(folder / OWNER, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

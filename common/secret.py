@@ -23,8 +23,8 @@ SECRET_VARIABLE = "COMPACT_AGENTS_SECRET"
 
 
 def authorization() -> dict[str, str]:
-    """Return the header with the secret, or {} if the environment has no secret. Raises ValueError for a secret that a
-    header cannot contain."""
+    """Return the HTTP header with the shared secret of the servers, or {} if the environment has no secret. Raises
+    ValueError for a secret that a header cannot contain."""
     secret = _given()
     return {"Authorization": f"Bearer {secret}"} if secret else {}
 
@@ -38,7 +38,8 @@ def add_secret_option(parser: argparse.ArgumentParser) -> None:
 
 
 def server_secret(listener: socket.socket, file: Path | None) -> str | None:
-    """Return the secret that clients of the server on ``listener`` must send, or None.
+    """Return the secret that clients must send to a server, or None if no secret is set and only this machine can reach
+    the server.
 
     Raises:
         ValueError: other machines can reach the server and it has no secret, or the secret is malformed.
@@ -55,7 +56,7 @@ def server_secret(listener: socket.socket, file: Path | None) -> str | None:
 
 
 def read_secret(file: Path) -> str:
-    """Read a secret from a file. Raises ValueError if it has none."""
+    """Return the secret in a file. Raises ValueError unless the file has exactly one word of ASCII characters."""
     secret = _checked(file.read_text(errors="replace"), str(file))
     if secret is None:
         raise ValueError(f"the secret file {file} is empty; write a secret into it (openssl rand -hex 32)")
@@ -63,7 +64,7 @@ def read_secret(file: Path) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach ``host``. False for names other than localhost."""
+    """Return whether an address is reachable only from this machine. False for host names other than localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,7 +72,8 @@ def is_local(host: str) -> bool:
 
 
 def demand_secret(secret: str | None, key: str) -> Middleware:
-    """Return a middleware that answers requests without the secret with 401 and a message under ``key``."""
+    """Return an aiohttp middleware that answers requests without the secret with status 401, and a JSON message under
+    ``key``."""
     from aiohttp import web  # a slow import, which clients do not need
 
     expected = f"Bearer {secret}".encode()

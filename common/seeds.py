@@ -6,8 +6,8 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a seed in [0, 2**62) from numbers and texts, the same in every process. (``hash()`` differs between
-    processes.)
+    """Return a seed in [0, 2**62) derived from numbers and texts, the same in every process. (``hash()`` differs
+    between processes.)
 
     >>> derive_seed(0, "q1", 3, 0) == derive_seed(0, "q1", 3, 0) != derive_seed(0, "q1", 30, 0)
     True

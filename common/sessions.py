@@ -13,7 +13,7 @@ from common.async_calls import PerLoop
 
 
 class LoopSession:
-    """An aiohttp session for one event loop at a time; a new loop gets new connections.
+    """An aiohttp client session for one event loop at a time. A new event loop gets new connections.
 
     Args:
         owner: the class that uses it, for messages.
@@ -36,10 +36,10 @@ class LoopSession:
         self._held = PerLoop(owner, make)
 
     def open(self) -> tuple[aiohttp.ClientSession, AbstractAsyncContextManager[Any]]:
-        """Return the running loop's session and a context manager that holds one of its slots."""
+        """Return the running event loop's session, and a context manager that bounds the requests in flight."""
         return self._held.get()
 
     async def close(self) -> None:
-        """Close the connections; a later use opens new ones."""
+        """Close the session's connections. A later use opens new ones."""
         if held := self._held.drop():
             await held[0].close()

@@ -33,7 +33,7 @@ csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # Python's limit is 131,072 c
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A line without a row. ``reason``: for JSON the parser's message."""
+    """A line of a data file that cannot be parsed as a row. ``reason``: for JSON the parser's message."""
 
     reason: str
     found: bytes = b""  # the start of a line that is not JSON
@@ -44,7 +44,8 @@ Rows = Iterator[tuple[int, Any]]  # a row's number from 1, and the row: a JSON v
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An opened file. ``unit``: how ``rows`` are numbered, by lines of text (CSV: a row's first line) or by rows."""
+    """An opened data file and the iterator of its rows. ``unit``: how ``rows`` are numbered, by lines of text (CSV: a
+    row's first line) or by rows."""
 
     unit: Literal["line", "row"]
     form: Form
@@ -57,7 +58,7 @@ def open_table(
     columns: Callable[[list[str]], list[str]] | None = None,
     parse: Callable[[bytes], Any] = strict_json,
 ) -> Table:
-    """Open a file of rows. Skips blank lines.
+    """Open a file of rows (JSON lines, JSON, CSV or parquet) and return its ``Table``. Skips blank lines.
 
     Args:
         endings: accepted endings of file names.
@@ -79,7 +80,7 @@ def open_table(
 
 
 def _form(path: Path) -> tuple[Form, str]:
-    """Return the format of a file, and the delimiter of a CSV file."""
+    """Return the format of a data file, recognised from its first bytes, and the delimiter if it is CSV."""
     with _opened(path) as file:
         try:
             head = file.read(HEAD)
@@ -107,7 +108,7 @@ def _form(path: Path) -> tuple[Form, str]:
 
 
 def _whole(line: bytes) -> bool:
-    """Whether the line alone is JSON."""
+    """Return whether the line is a complete JSON value."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -127,7 +128,7 @@ def _opened(path: Path) -> io.BufferedReader:
 
 
 def _guarded(path: Path, rows: Rows) -> Rows:
-    """Yield the rows. Errors of compression or encoding become a FileError."""
+    """Yield the rows of a file; its errors of compression or encoding become a FileError."""
     number = 0
     try:
         for number, row in rows:

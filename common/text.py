@@ -16,7 +16,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def whole(value: Value) -> Value:
-    """Replace unpaired surrogates by U+FFFD in a text, and in the texts inside lists, tuples, dicts and data classes.
+    """Replace unpaired surrogates by U+FFFD, in a text or in all texts inside lists, tuples, dicts and data classes.
     Two surrogates that form a pair become their character.
 
     >>> whole({"a": ["\\ud83d!", "\\ud83d\\ude00"]}) == {"a": ["\\ufffd!", "\\U0001f600"]}
@@ -37,7 +37,7 @@ def whole(value: Value) -> Value:
 
 
 def plain_json(facts: dict[str, Any], what: str) -> dict[str, Any]:
-    """Convert facts to plain JSON.
+    """Return a dict converted to plain JSON types.
 
     Tuples and arrays become lists, numbers of numpy and torch become Python's, and texts pass through ``whole``. Raises
     TypeError or ValueError, with the name ``what``, for values that JSON lacks, such as NaN and infinity.
@@ -64,11 +64,11 @@ def _plain(value: Any, what: str) -> Any:
 
 
 class HalfPair(ValueError):
-    """A text contains a lone surrogate, which the message quotes."""
+    """Raised if a text contains an unpaired surrogate. The message quotes it."""
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises HalfPair for a lone surrogate."""
+    """Parse JSON, and raise HalfPair if a text in it contains an unpaired surrogate."""
     if isinstance(text, bytes):
         text = text.decode()  # json itself accepts lone surrogates in bytes
     value = json.loads(text)

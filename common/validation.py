@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def validated(kind: TypeAdapter[T], data: Any, what: str) -> T:
-    """Check plain JSON ``data`` against a type, and return an object of that type. Lists become tuples; other values
-    are not converted.
+    """Check plain JSON ``data`` against a type, and return it as an object of that type. Lists become tuples; other
+    values are not converted.
 
     Args:
         what: name of the data, for the message.
@@ -29,7 +29,8 @@ def validated(kind: TypeAdapter[T], data: Any, what: str) -> T:
 
 
 def first_problem(error: ValidationError, whole: str = "") -> str:
-    """Describe the first problem in one line: its place, the expected type and the value. ``whole``: name of the data.
+    """Return one line about the first problem of a pydantic error: its place, the expected type and the value.
+    ``whole``: name of the data.
 
     >>> from pydantic import TypeAdapter
     >>> try:
@@ -45,5 +46,5 @@ def first_problem(error: ValidationError, whole: str = "") -> str:
 
 
 def _path(parts: Iterable[str | int | None]) -> str:
-    """Write the place of a fault in the data, such as ".receptacles[0].number"."""
+    """Return the place of a fault in the data as text, such as ".receptacles[0].number"."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part is not None)

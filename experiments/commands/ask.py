@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     option("--temperature", type=float, default=0.0, help="0 is greedy"),
 )
 def ask(args: argparse.Namespace, context: RunContext) -> None:
-    """Roll out questions with the experiment's model and print each turn as soon as it is complete."""
+    """Answer the user's questions with the experiment's model, and print each turn as soon as it is complete."""
     from rich.console import Console
 
     from data_modules.loading.decoding import Decoding
@@ -76,7 +76,8 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def example_task(config: Config) -> Task:
-    """Load the first question of the experiment's files; its prompt is the template for other questions."""
+    """Return the first question of the experiment's question files. Its prompt is the template for the user's
+    questions."""
     from data_modules.datasets.questions import load_tasks
     from experiments.stages.data_files import loading
 
@@ -90,7 +91,8 @@ def example_task(config: Config) -> Task:
 
 
 def asked_task(question: str, example: Task | None) -> Task:
-    """Make a task of a question, in the prompt of ``example`` if the data set writes the prompts."""
+    """Return the user's question as a task. If the data set writes the prompts, use the prompt of the task ``example``
+    with its question replaced."""
     from rollout.trajectory import Task
 
     text = question.strip()
@@ -125,7 +127,7 @@ def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, 
 
 @dataclass
 class WatchedSampler:
-    """Samples one trajectory and prints it as it grows: the model's text in colour, observations dimmed."""
+    """Samples one trajectory and prints it turn by turn: the model's text in colour, observations dimmed."""
 
     console: Console
     protocol: Any

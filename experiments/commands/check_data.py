@@ -24,7 +24,8 @@ COUNTED = 2000  # evenly spaced prompts whose lengths are counted; a thousand ta
 
 @command("check-data", "read questions and corpus, list all faults, show prompts and their lengths; loads no model")
 def check_data(args: argparse.Namespace, context: RunContext) -> None:
-    """Print counts, three prompts as the model will see them, and prompt lengths against the limits.
+    """Check all questions and passages of an experiment. Prints counts, three complete prompts, and prompt lengths
+    against the token limits.
 
     Raises:
         ExperimentError: lists all faults of all files.
@@ -46,7 +47,7 @@ def check_data(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def check_corpus(arguments: dict[str, Any]) -> list[str]:
-    """Count the passages of an index to build; return messages about malformed ones."""
+    """Count the passages of a corpus that is to be indexed, and return messages about malformed ones."""
     from data_modules.datasets.files import listed
     from retrieval.corpus import RowError, passages, require_corpus
     from retrieval.types import CorpusError
@@ -76,8 +77,8 @@ def check_corpus(arguments: dict[str, Any]) -> list[str]:
 
 
 def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
-    """Print the number of questions of each part, prompts and their lengths; return messages about refused questions
-    and exceeded limits."""
+    """Print the number of questions in each part of the data (train, val, test), some prompts, and prompt lengths.
+    Return messages about refused questions and exceeded limits."""
     arguments, counts = data_arguments(stage.config), {part.part: len(part.tasks) for part in parts}
     print("  " + ", ".join(f"{part} {count}" for part, count in counts.items()))
     faults = check_prompts([(part.part, task) for part in parts for task in part.tasks], stage)
@@ -87,7 +88,7 @@ def check_parts(parts: Sequence[PartOfData], stage: Stage) -> list[str]:
 
 
 def check_prompts(questions: Sequence[tuple[Part, Task]], stage: Stage) -> list[str]:
-    """Print prompts and their lengths; return messages about questions that the protocol refuses."""
+    """Print some prompts and a summary of prompt lengths. Return messages about questions that the protocol refuses."""
     from data_modules.datasets.files import listed, spread
 
     writers = PromptWriters(stage)
@@ -123,7 +124,7 @@ def _ends(ids: Sequence[int]) -> str:
 
 
 def _say_lengths(lengths: list[int], writer: FirstPrompts | None) -> None:
-    """Summarise the sorted ``lengths``, and count prompts that leave too little space for a full response."""
+    """Print a summary of the sorted prompt lengths, and how many prompts leave too little space for a full response."""
     middle, high = lengths[len(lengths) // 2], lengths[len(lengths) * 95 // 100]
     print(f"\nprompts, of {len(lengths)}: median {middle} tokens, 95 % up to {high}, longest {lengths[-1]}")
     if writer is not None and (whole := writer.budgets.max_length):

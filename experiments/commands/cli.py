@@ -32,7 +32,8 @@ OUTPUTS = "--paths.outputs"
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into our own options and Lightning CLI overrides (``--model.x 1``, ``--config f``)."""
+    """Split the words of the command line into this program's options and Lightning CLI overrides (``--model.x 1``,
+    ``--config f``)."""
     ours: list[str] = []
     theirs: list[str] = []
     rest = list(words)
@@ -49,7 +50,8 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_outputs(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder of the last ``--paths.outputs``, and the other overrides."""
+    """Separate the option ``--paths.outputs`` from the overrides. Returns its last value (the output folder, or None)
+    and the other overrides."""
     folder, others = None, list(overrides)
     while given := [i for i, word in enumerate(others) if word.partition("=")[0] == OUTPUTS]:
         _, joined, value = others.pop(given[0]).partition("=")

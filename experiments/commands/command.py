@@ -31,7 +31,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of ``python -m experiments``."""
+    """A registered command of ``python -m experiments``: its name, help, options and function."""
 
     name: str
     help: str
@@ -45,15 +45,15 @@ COMMANDS: dict[str, Command] = {}
 
 
 def option(*flags: str, **settings: Any) -> Option:
-    """Describe an option by the arguments of ``ArgumentParser.add_argument``."""
+    """Describe a command-line option by the arguments of ``ArgumentParser.add_argument``."""
     return flags, settings
 
 
 def command(
     name: str, help: str, *options: Option, experiment: bool = True, overrides: bool = True
 ) -> Callable[[Run], Run]:
-    """Register the decorated function as a command. It prints, raises ExperimentError for mistakes of the user, and
-    imports heavy packages in its body.
+    """Decorator that registers a function as a command of ``python -m experiments``. The function prints, raises
+    ExperimentError for the user's mistakes, and imports heavy packages in its body.
 
     Args:
         options: further options.
@@ -72,8 +72,8 @@ COMPARE = option("--compare", action="store_true", help="also the experiments th
 
 
 def named(context: RunContext, verb: str | None = None, **variables: object) -> RunContext:
-    """Add the make variables that are set to the context, so that hints can print them. ``verb`` replaces the
-    command."""
+    """Return the run's context with make variables added, so that hints can print the complete command. ``verb``
+    replaces the command's name."""
     given = tuple(f"{name}={value}" for name, value in variables.items() if value)
     return dataclasses.replace(context, verb=verb or context.verb, variables=given)
 
@@ -87,14 +87,16 @@ def unique_needs(stages: Sequence[Stage]) -> list[Need]:
 
 
 def numbers(option: str, text: str, example: str, least: int = 0) -> list[int]:
-    """Parse comma-separated numbers. Raises ExperimentError for other words and for numbers below ``least``."""
+    """Parse the comma-separated numbers of an option. Raises ExperimentError for other words and for numbers below
+    ``least``."""
     if not all(part.strip().isdigit() and int(part) >= least for part in text.split(",")):
         raise ExperimentError(f"{option} {text}: expected numbers separated by commas, as in {example}")
     return [int(part) for part in text.split(",")]
 
 
 def require_free_port(port: int, otherwise: str) -> None:
-    """Raises ExperimentError for an invalid or used port; ``otherwise`` is a command with another port."""
+    """Raise ExperimentError if a port is invalid or in use. ``otherwise``: a command with another port, for the
+    message."""
     if not 0 <= port < 1 << 16:
         raise ExperimentError(f"port {port}: expected a number from 0 to 65535, as in {otherwise}")
     with socket.socket() as probe:
@@ -106,7 +108,7 @@ def require_free_port(port: int, otherwise: str) -> None:
 
 
 def answers(port: int) -> bool:
-    """Whether a local server answers HTTP on the port."""
+    """Return whether a server on this machine answers HTTP on the port."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
         try:
             connection.request("GET", "/health")
@@ -123,7 +125,7 @@ def serve(
     ready: Callable[[], bool] = lambda: True,
     words: str = "",
 ) -> None:
-    """Run a server in the foreground until Ctrl-C or SIGTERM, which also end the server's children.
+    """Run a server as a child process in the foreground, until Ctrl-C or SIGTERM. Both also end the server's children.
 
     Args:
         ready: polled until it returns true; then ``words`` are printed.
@@ -157,5 +159,5 @@ def serve(
 
 
 def builds_index(stage: Stage) -> bool:
-    """Whether the stage builds a search index."""
+    """Return whether the stage builds a search index."""
     return (stage.config.get("task") or {}).get("class_path") == "retrieval.index.BuildIndex"

@@ -23,7 +23,8 @@ from experiments.stages.graph import Need
     COMPARE,
 )
 def download(args: argparse.Namespace, context: RunContext) -> None:
-    """Fetch weights and data from the Hugging Face hub; say how to get the rest."""
+    """Download the experiment's weights and data from the Hugging Face hub, and print how to get files that are not
+    there."""
     needs = unique_needs(make_graph(context).plan(compare=context.compare))
     if not needs:
         print(f"'{context.target}' needs no download")
@@ -49,7 +50,7 @@ def download(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def _fetch(need: Need, hub: str, root: Path) -> str | None:
-    """Fetch one need; return an error message or None."""
+    """Download one file or folder that the experiment needs. Return an error message, or None on success."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -72,8 +73,8 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
 
 
 def assemble(parts: Sequence[Path], target: Path) -> None:
-    """Concatenate the parts, unpacked if they are ``.gz``; the target appears when it is complete. Some ``.gz`` files,
-    such as wiki-18.jsonl.gz, are tar archives of one file."""
+    """Concatenate the downloaded parts of a file into ``target``, unpacking ``.gz`` parts. The target appears only when
+    it is complete. Some ``.gz`` files, such as wiki-18.jsonl.gz, are tar archives of one file."""
     temporary = target.with_name(f".{target.name}.part")
     with temporary.open("wb") as out:
         for part in parts:

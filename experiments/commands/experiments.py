@@ -32,7 +32,8 @@ New here? Begin with one of these; the list below has all experiments.
     overrides=False,
 )
 def list_experiments(args: argparse.Namespace, context: RunContext) -> None:
-    """Print the list. Raises ExperimentError if no experiment fits the filter."""
+    """Print the families of experiments, or with a filter the experiments that fit it. Raises ExperimentError if no
+    experiment fits."""
     every, wrong = listing.summaries(context.project)
     for fault in wrong:
         print(f"left out: {fault}", file=sys.stderr)
@@ -65,7 +66,8 @@ def fits(entry: Summary, args: argparse.Namespace) -> bool:
 
 
 def families(every: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """Return (family, number of experiments, hardware, algorithms) for each family, sorted by name."""
+    """Return one table row for each family of experiments, sorted by name: family, number of experiments, hardware,
+    algorithms."""
     rows = []
     for family in sorted({entry.family for entry in every}):
         members = [entry for entry in every if entry.family == family]
@@ -77,7 +79,7 @@ def families(every: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, cut at ``WIDTH`` characters on a terminal but not in a pipe."""
+    """Print rows of cells in aligned columns. On a terminal, lines are cut at ``WIDTH`` characters."""
     width = WIDTH if sys.stdout.isatty() else None
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:

@@ -35,8 +35,8 @@ WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or Dee
     option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the weights' own type"),
 )
 def export(args: argparse.Namespace, context: RunContext) -> None:
-    """Copy the model of a finished experiment, or merge a checkpoint, and add a model card (``README.md``) and
-    ``provenance.yaml``. The last printed line is a command that serves the model.
+    """Export an experiment's model as a Hugging Face folder, with a model card and ``provenance.yaml``. The last
+    printed line is a command that serves the model.
 
     Raises:
         ExperimentError: no model to export, a target folder that is not empty, or a checkpoint that is incomplete or of
@@ -75,7 +75,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:
-    """Find the requested model folder or checkpoint. Raises ExperimentError if it does not exist."""
+    """Return the path of the model folder or checkpoint to export. Raises ExperimentError if it does not exist."""
     store = StageFolder(stage.folder)
     if checkpoint in OWN:
         if (path := find_checkpoint(stage.folder, checkpoint)) is None:
@@ -106,7 +106,8 @@ def merge(path: Path, target: Path, source: str, dtype: str | None) -> None:
 
 
 def flags_of(config: Config, target: Path, called: str) -> list[str]:
-    """Return the flags that make ``vllm serve`` use the rollouts' format; [] without rollouts."""
+    """Return the flags that make ``vllm serve`` use the prompt and tool-call format of training. Returns [] without
+    rollouts."""
     from callbacks.model_export.serving import serve_flags, template_flags
     from experiments.stages.parser import instantiate
 
@@ -127,7 +128,8 @@ def flags_of(config: Config, target: Path, called: str) -> list[str]:
 def card_of(
     path: Path, folder: Path | None, config: Config, result: dict[str, Any], dtype: str | None, serve: str
 ) -> str:
-    """Return the model card. It has scores only for the stage's final model, because no other checkpoint was tested."""
+    """Return the text of the exported model's card. It has scores only for the stage's final model, because no other
+    checkpoint was tested."""
     from experiments.reports.model_card import model_card
 
     if folder is None or not is_model_folder(path) or not result:
@@ -137,7 +139,8 @@ def card_of(
 
 
 def stage_folder_of(path: Path) -> Path | None:
-    """Return the stage's folder of ``STAGE/model`` or ``STAGE/checkpoints/x.ckpt``, or None for other paths."""
+    """Return the stage folder that contains a model (``STAGE/model``) or checkpoint (``STAGE/checkpoints/x.ckpt``), or
+    None for other paths."""
     for parent in list(path.absolute().parents)[:2]:
         if (parent / "config.yaml").is_file() and (parent / "stage.json").is_file():
             return parent
@@ -145,8 +148,8 @@ def stage_folder_of(path: Path) -> Path | None:
 
 
 def source_of(checkpoint: Path, stage: Stage, context: RunContext) -> str:
-    """Return the folder (or owner/name) of the checkpoint's initial policy, from the configuration of its stage, or of
-    the experiment for a checkpoint outside the outputs."""
+    """Return the model from which a checkpoint's training started, as a folder or owner/name. A checkpoint outside the
+    outputs is assumed to belong to the experiment."""
     folder = stage_folder_of(checkpoint)
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
     policy = ((config.get("model") or {}).get("init_args") or {}).get("policy")

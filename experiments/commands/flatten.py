@@ -44,7 +44,8 @@ def flatten(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def flattened(name: str, project: Project) -> str:
-    """Return an experiment without inheritance, as YAML. References to stages and folders stay references.
+    """Return an experiment's configuration as YAML text without inheritance. References to stages and folders stay
+    references.
 
     Raises:
         ExperimentError: the experiment does not exist, or its configuration cannot be resolved.
@@ -90,7 +91,8 @@ def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
 
 
 def comments_of(class_path: str) -> dict[str, str]:
-    """The first sentence about each argument of a class, from the docstrings of the class and its bases."""
+    """Return the first sentence about each argument of a class, by argument name, from the docstrings of the class and
+    its bases."""
     found: dict[str, str] = {}
     for function in constructors(import_class(class_path, "flatten")):
         owner = inspect.getmodule(function)

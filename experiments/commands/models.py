@@ -27,8 +27,8 @@ EVALUATE_ONLY = "lightning_modules.training.policy_module.EvaluateOnly"
 
 
 def trained_stage(context: RunContext) -> Stage:
-    """Return the stage with the experiment's model: the one with these overrides if it was trained, else the one
-    without overrides, which then only change how the model is used."""
+    """Return the stage that trained the experiment's model. If no stage with these overrides was trained, return the
+    one without overrides, which then only change how the model is used."""
     overridden = make_graph(context).target()
     plain = Graph(context.project, context.target, Overrides(), context.seed).target()
     made = [stage for stage in (overridden, plain) if StageFolder(stage.folder).result() is not None]
@@ -36,7 +36,8 @@ def trained_stage(context: RunContext) -> Stage:
 
 
 def find_model(context: RunContext, checkpoint: str | None, trust: bool = False) -> Path:
-    """Return the path of ``checkpoint``, by default of the experiment's model (for kind test, the tested model).
+    """Return the path of ``checkpoint`` (a .ckpt or model folder), by default of the experiment's model. An experiment
+    of kind test returns the model that it tests.
 
     Raises:
         ExperimentError: a missing path, neither a checkpoint nor a model folder, or an untrusted DeepSpeed checkpoint
@@ -69,8 +70,8 @@ def is_model_folder(path: Path) -> bool:
 
 
 def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
-    """Return a stage of kind test for ``path``: a model folder replaces the experiment's policy; a .ckpt is loaded into
-    the experiment's module."""
+    """Return a stage that tests the model at ``path`` as the experiment does. A model folder replaces the policy; a
+    .ckpt is loaded into the experiment's module."""
     digest = hashlib.sha256(f"{target.key} {graph.hasher(path)}".encode()).hexdigest()[:12]
     graph.hasher.save()
     folder = target.folder.parent / f"evaluate-{digest}"
@@ -87,7 +88,7 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
 
 
 def rollouts_of(config: Config) -> Config:
-    """Return the rollout system's part of a configuration. Raises ExperimentError if it has none."""
+    """Return the part of a configuration that describes the rollout system. Raises ExperimentError if it has none."""
     rollouts = data_arguments(config).get("rollouts")
     if not rollouts:
         raise ExperimentError(
@@ -97,7 +98,7 @@ def rollouts_of(config: Config) -> Config:
 
 
 def to_meet(stages: Sequence[Stage]) -> str:
-    """Return a line for each stage with a published number; "" if no stage has one."""
+    """Return a line with the published result for each stage that has one; "" if no stage has one."""
     said = [(stage.label, str(stage.config["experiment"].get("reproduces") or "")) for stage in stages]
     return "".join(f"\n  published, {label}: {what}" for label, what in said if any(map(str.isdigit, what)))
 
@@ -109,7 +110,7 @@ def to_meet(stages: Sequence[Stage]) -> str:
     TRUST,
 )
 def evaluate(args: argparse.Namespace, context: RunContext) -> None:
-    """Test a checkpoint with Trainer.test as a separate stage and print its line of the table.
+    """Test a checkpoint or model folder in a separate stage, and print its row of the results table.
 
     Raises:
         ExperimentError: a missing checkpoint, or one with another tokenizer than the experiment's.
@@ -140,7 +141,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def require_same_tokenizer(model: Path, tokenizer: str) -> None:
-    """Raises ExperimentError if the model's token ids differ from the experiment's."""
+    """Raise ExperimentError if the vocabulary of a model folder's tokenizer differs from the experiment's."""
     from transformers import AutoTokenizer
 
     theirs, ours = (AutoTokenizer.from_pretrained(str(p)).get_vocab() for p in (model, tokenizer))

@@ -42,7 +42,7 @@ def compare(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
-    """Return the metrics that the columns of the named experiments show. Patterns among the names add no metrics."""
+    """Return the names of the metrics in the named experiments' result tables. Shell patterns add no metrics."""
     known = [name for name in names if name in listing.names(context.project)]
     blocks = [listing.load(name, context.project)["experiment"] for name in known]
     columns = [column for block in blocks for column in columns_of(block.get("columns") or []).values()]
@@ -51,7 +51,7 @@ def chosen_metrics(names: Sequence[str], context: RunContext) -> list[str]:
 
 @command("ui", "open the runs in MLflow", option("--port", type=int, default=5000), experiment=False, overrides=False)
 def ui(args: argparse.Namespace, context: RunContext) -> None:
-    """Serve MLflow's interface on the embedded store, in the foreground."""
+    """Serve MLflow's web interface for all recorded runs, in the foreground."""
     store = default_tracking_uri(context.project.outputs)
     database = Path(store.removeprefix(SQLITE))
     if store.startswith(SQLITE) and not database.is_file():
@@ -71,8 +71,8 @@ def ui(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("metrics", "import an experiment's missing metrics into MLflow", COMPARE)
 def metrics(args: argparse.Namespace, context: RunContext) -> None:
-    """Import the metrics.jsonl of all runs of the experiment and of the stages it depends on, with any seed and
-    settings. Runs that the store lacks are created; a run that cannot be imported is reported and skipped.
+    """Import missing metrics of the experiment's runs, and of the stages it depends on, into MLflow. Runs that MLflow
+    lacks are created; a run that cannot be imported is reported and skipped.
 
     Raises:
         ExperimentError: the store accepts no data, or a run was left out.
@@ -110,7 +110,8 @@ def metrics(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
-    """Send parameters, data sets and metrics to MLflow, and pages if the run is new. Returns a summary."""
+    """Send a run's parameters, data sets and metrics to MLflow, and its trajectory pages if the run is new there.
+    Return a summary."""
     from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
     from callbacks.tracking.mlflow_run import MLflowRun
     from callbacks.tracking.run_parameters import parameters
@@ -149,8 +150,8 @@ def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
     overrides=False,
 )
 def clean(args: argparse.Namespace, context: RunContext) -> None:
-    """Remove stage folders without a running process: unfinished ones that cannot be resumed; with ``--force`` those
-    that can, too; with ``--all --force`` all. Lists the folders that need ``--force``."""
+    """Remove the folders of unfinished stages that cannot be resumed. ``--force`` also removes resumable ones, and with
+    ``--all`` finished ones. Stages with a running process stay."""
     removed = kept = 0
     for folder in sorted(context.project.outputs.glob("*/*/")):
         state = StageFolder(folder).state() if (folder / "stage.json").is_file() else "done"
@@ -173,7 +174,7 @@ def clean(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def can_be_resumed(folder: Path) -> bool:
-    """Whether an unfinished stage has saved weights, or, for a task, files that another attempt can use."""
+    """Return whether an unfinished stage has saved weights, or, for a task, files that the next attempt can use."""
     store = StageFolder(folder)
     if store.has_weights() or not store.config_path.is_file():
         return store.has_weights()

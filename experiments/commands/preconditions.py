@@ -37,7 +37,8 @@ ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that
     ALLOW,
 )
 def preconditions(args: argparse.Namespace, context: RunContext) -> None:
-    """Make the experiment's initial model, test it as it will train, and print the gates.
+    """Measure on the initial model whether the algorithm can work, and print the gates (measurements with a required
+    value).
 
     Raises:
         ExperimentError: an experiment without gates.
@@ -50,7 +51,8 @@ def preconditions(args: argparse.Namespace, context: RunContext) -> None:
 def require_gates(
     graph: Graph, context: RunContext, allow: str, questions: int = QUESTIONS, shown: RunContext | None = None
 ) -> list[Gate]:
-    """Measure, print and return the gates of the graph's target. Raises as ``preconditions``.
+    """Measure and print the gates (preconditions of training) of the graph's target, and return them. Raises as
+    ``preconditions``.
 
     Args:
         shown: the command in the message about failed gates; default: ``context``.
@@ -86,7 +88,7 @@ def require_gates(
 
 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
-    """Test the target's initial model in separate stages, which run once, and compute the gates."""
+    """Test the initial model of the graph's target in separate stages, and return the gates computed from them."""
     from callbacks.evaluation.turn_scores import TRAJECTORIES_FILE, by_trajectory, load_scores
     from experiments.reports.preconditions import distillation_gates, fork_gates, skill_gates
     from experiments.reports.results import read_evaluation
@@ -126,7 +128,7 @@ def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
 
 
 def find_teacher(target: Stage) -> str | None:
-    """Return the teacher's folder of SOD, or of GRPO with ``Distillation``."""
+    """Return the folder of the teacher model that SOD, or GRPO with ``Distillation``, uses; None without a teacher."""
     for part in dictionaries(target.config.get("model")):
         if part.get("class_path") in DISTILLS:
             arguments = part.get("init_args") or {}
@@ -141,7 +143,7 @@ def find_teacher(target: Stage) -> str | None:
 
 
 def find_skills(target: Stage) -> Config | None:
-    """Return the arguments of the skills of SDAR and its relatives."""
+    """Return the configuration of the skills (advice texts) that SDAR and its relatives use; None without skills."""
     for part in dictionaries(target.config.get("model")):
         if (skills := part.get("skills")) is not None and part.get("skills_coef") != 0:
             return skills.get("init_args", skills)  # with or without their class
@@ -149,7 +151,7 @@ def find_skills(target: Stage) -> Config | None:
 
 
 def find_sampler(target: Stage) -> Config | None:
-    """Return the arguments of ARPO's or AEPO's sampler."""
+    """Return the configuration of ARPO's or AEPO's branching sampler; None for other samplers."""
     sampler = rollouts_of(target.config)["init_args"].get("sampler") or {}
     if not str(sampler.get("class_path", "")).startswith(FORKS):
         return None
@@ -162,7 +164,7 @@ def find_sampler(target: Stage) -> Config | None:
 
 
 def dictionaries(value: object) -> Iterator[dict[str, Any]]:
-    """Yield all mappings of a nested configuration, outer ones first."""
+    """Yield all mappings in a nested configuration, outer ones before inner ones."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -170,7 +172,7 @@ def dictionaries(value: object) -> Iterator[dict[str, Any]]:
 
 
 def measured(target: Stage, questions: int) -> tuple[Config, int]:
-    """Return the configuration with the training questions as the test, sampled as in training, and the group size."""
+    """Return a configuration that tests the training questions, sampled as in training, and the group size."""
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
     size = data.get("group_size") or 1
@@ -202,8 +204,8 @@ def watched(config: Config, callback: str, arguments: Config) -> Config:
 
 
 def advised(config: Config, skills: Config | None, positions: float) -> Config:
-    """Put the skills into the student's prompt, the same in every turn. Raise the token limits by the length of the
-    skills, up to the model's ``positions``."""
+    """Return a configuration with the skills (advice texts) in the prompt, the same in every turn. The token limits
+    grow by the length of the skills, up to the model's ``positions``."""
     config = copy.deepcopy(config)
     arguments = rollouts_of(config)["init_args"]
     arguments["skills"] = None
@@ -225,7 +227,7 @@ def shuffled(skills: Config | None) -> Config | None:
 
 
 def probe(target: Stage, graph: Graph, name: str, model: str, config: Config) -> Stage:
-    """Return a stage of kind test, in a separate folder next to the target's."""
+    """Return a stage that tests a model for the gates, in a separate folder next to the target's."""
     folder = graph.project.root / model
     if not is_model_folder(folder):
         fetch = make_command("download", {"EXP": target.name})

@@ -30,9 +30,9 @@ SAMPLED = {"temperature": 1.0}
     ALLOW,
 )
 def reproduce(args: argparse.Namespace, context: RunContext) -> None:
-    """Train several seeds of the experiment and of its ablations (only the first seed of ``ablations_once``), then
-    write docs/results/NAME.{md,json}. Finished stages are reused. Gates of an experiment with ``preconditions`` are
-    measured on all seeds before training.
+    """Train several seeds of the experiment and of its ablations, then write the results page
+    docs/results/NAME.{md,json}. Finished stages are reused. Experiments with ``preconditions`` first measure their
+    gates on all seeds.
 
     Raises:
         ExperimentError: seeds that are not numbers.
@@ -71,8 +71,8 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
-    """Run the experiment and the experiments that it is compared with. Returns one row per test. ``sampled`` adds tests
-    with sampled answers."""
+    """Run the experiment and those that it is compared with, and return one results row per test. ``sampled`` adds
+    tests with sampled answers."""
     graph = make_graph(context)
     target, compared = runner.make(graph, context)
     tested = [stage for stage in (*compared, target) if StageFolder(stage.folder).evaluation.is_file()]
@@ -82,7 +82,7 @@ def make_rows(context: RunContext, sampled: bool) -> list[dict[str, Any]]:
 
 
 def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
-    """Test a finished stage's model with sampled answers, once; return the test's folder."""
+    """Test a finished stage's model with sampled instead of greedy answers, once. Return the folder of the test."""
     config = copy.deepcopy(stage.config)
     data = config["data"]["init_args"]
     data["eval_sampling"], data["diagnostic_prompts"] = SAMPLED, []
@@ -95,12 +95,12 @@ def make_sampled(stage: Stage, graph: Graph, context: RunContext) -> Path:
 
 
 def model_of(stage: Stage) -> Path:
-    """Return the folder of the model that a finished stage has tested."""
+    """Return the path of the model that a finished stage has tested."""
     return stage.folder / "model" if stage.kind == "fit" else Path(stage.config["model"]["init_args"]["policy"])
 
 
 def result_row(stage: Stage) -> dict[str, Any]:
-    """Return a finished stage's row for the results page."""
+    """Return a finished stage's facts for the results page, such as name, seed, folder and run time."""
     result = StageFolder(stage.folder).result() or {}
     return {
         "name": stage.name,

@@ -53,14 +53,15 @@ def retriever(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def server_options(args: argparse.Namespace) -> list[str]:
-    """Return the options given on the command line as arguments for ``retrieval.server``, which checks them."""
+    """Return the search server's command-line arguments: the options that the user gave. ``retrieval.server`` checks
+    them."""
     given = {name: getattr(args, name.replace("-", "_")) for name in SERVER_OPTIONS}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     return [*words, "--gpu"] if args.gpu else words
 
 
 def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
-    """Give the server the secret of the outputs if other machines can reach it and no other secret is given."""
+    """Give a server the secret of the output folder if other machines can reach it and no secret file is given."""
     if args.secret_file is None and not is_local(args.host or "127.0.0.1"):
         given = os.environ.get(SECRET_VARIABLE)
         share_secret(context.project.outputs)
@@ -82,7 +83,7 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
     option("--secret-file", help="see `python -m rollout.engines.server.server --help`"),
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
-    """Serve the engine that an experiment configures over HTTP, in the foreground."""
+    """Serve an experiment's inference engine over HTTP, in the foreground."""
     require_free_port(args.port, context.command("engine", PORT=args.port + 1))
     target = make_graph(context).target()
     engine = rollouts_of(target.config)["init_args"]["engine"]

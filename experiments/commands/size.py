@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sized:
-    """A training run on a number of GPUs.
+    """A training run on a given number of GPUs: its memory settings, amount of work and concurrency.
 
     Attributes:
         run: the work to do, or None if no trajectories are sampled.
@@ -39,12 +39,12 @@ class Sized:
 
     @property
     def wanted(self) -> int:
-        """Sequences that each GPU could sample at once."""
+        """The number of sequences that each GPU would sample at once with unlimited memory."""
         return min(math.ceil(self.run.trajectories / self.training.gpus), self.in_flight) if self.run else 0
 
     def sequences(self, chip: GPUSpec) -> int:
-        """Number of sequences, each half as long as the longest, that the engine of one GPU can hold at once; at most
-        ``wanted``."""
+        """Return the number of sequences that one GPU's engine can hold at once, at most ``wanted``. Each is assumed
+        half as long as the longest."""
         return min(self.wanted, int(sizing.cache_tokens(self.training, chip) // max(self.training.context, 1)))
 
 
@@ -55,7 +55,7 @@ class Sized:
     option("--gpu", default="h100", help=", ".join(GPU_SPECS)),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
-    """Print memory by component, speeds and hours, a column per number of GPUs.
+    """Print a table with memory by component, speeds and hours, one column per number of GPUs.
 
     Raises:
         ExperimentError: an experiment that trains nothing, an unknown GPU or model.
@@ -87,7 +87,7 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
-    """Describe the training run of ``stage`` on ``gpus`` GPUs, from its configuration and the shapes of its models."""
+    """Return a stage's training run on ``gpus`` GPUs as ``Sized``, from its configuration and its models' shapes."""
     model = stage.config["model"]["init_args"]
     trainer, data = stage.config.get("trainer") or {}, (stage.config.get("data") or {}).get("init_args") or {}
     rollouts = (data.get("rollouts") or {}).get("init_args") or {}
@@ -117,7 +117,8 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
 
 
 def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | None:
-    """Return how much an on-policy training run samples and trains. None for other runs, or without ``iterations``."""
+    """Return how much an on-policy training run samples and trains. Returns None for other runs, or without
+    ``iterations``."""
     if not data.get("prompts_per_iteration") or not data.get("iterations"):
         return None
     protocol = rollouts.get("protocol", {}).get("init_args") or {}
@@ -135,7 +136,7 @@ def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | No
 
 
 def adapters_of(lora: Any) -> Adapters | None:
-    """The rank and the linear modules of ``model.lora``."""
+    """Return the rank and the linear modules of the option ``model.lora``, or None without LoRA."""
     if not lora:
         return None
     from lightning_modules.models.lora import ALL_LINEAR, LoRA
@@ -146,7 +147,7 @@ def adapters_of(lora: Any) -> Adapters | None:
 
 
 def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tuple[tuple[str, Dimensions, int], ...]:
-    """(name, shape, bytes per parameter) of each model that is not trained. With adapters, a frozen model from the
+    """Return (name, shape, bytes per parameter) of each model that is not trained. With LoRA, a frozen model from the
     policy's folder is the base and costs nothing, unless it is a moving average."""
     return tuple(
         (NAMES.get(name, name), dimensions_of(path, stage, root), BYTES[dtype])
@@ -156,8 +157,8 @@ def frozen_models(module: Any, stage: Stage, root: Path, low_rank: bool) -> tupl
 
 
 def module_of(stage: Stage) -> Any:
-    """Construct the module that ``stage`` trains, without its models. Raises ExperimentError where it refuses its
-    options."""
+    """Return the Lightning module that ``stage`` trains, without loading its models. Raises ExperimentError if the
+    module refuses its options."""
     from experiments.stages.parser import cli, instantiate, refusals
     from experiments.stages.validate import check_module
 
@@ -169,7 +170,7 @@ def module_of(stage: Stage) -> Any:
 
 
 def strategy_of(value: Any, gpus: int) -> tuple[Strategy, dict[str, Any]]:
-    """The name and the options of ``trainer.strategy``."""
+    """Return the name and the options of the setting ``trainer.strategy``."""
     options = value.get("init_args") or {} if isinstance(value, dict) else {}
     name = str((value or {}).get("class_path") if isinstance(value, dict) else value or "auto").lower()
     if "zero" in name or "deepspeed" in name:
@@ -184,7 +185,8 @@ def precision_of(trainer: Any, dtype: Any) -> Precision:
 
 
 def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
-    """The shape of the model at ``path``: from its file, else from the stage that will make it, else as published.
+    """Return the shape of the model at ``path``. Read it from the model's folder, else from the stage that will make
+    the model, else from the published shapes.
 
     Raises:
         ExperimentError: an unknown model.
@@ -205,7 +207,7 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
 
 
 def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
-    """Format rows of cells as aligned text. The first row is the head."""
+    """Return the table of sizes as rows of text cells. The first row is the head."""
     trainings = [c.training for c in columns]
     parts = [sizing.memory(t, chip) for t in trainings]
     rows = [["GPUs", *(str(t.gpus) for t in trainings)]]

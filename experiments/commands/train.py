@@ -43,7 +43,7 @@ LAUNCH = "torchrun: start ranks on every node that runs this command; slurm: wri
     option("--sbatch", help="further options of the job, such as '--partition=gpu --time=24:00:00'"),
 )
 def train(args: argparse.Namespace, context: RunContext) -> None:
-    """Run all stages, then print the results and the places of the files."""
+    """Run all stages of an experiment, then print the results and the paths of the files."""
     from experiments.launch import nodes, slurm
 
     graph = make_graph(context)
@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> None:
-    """Print a line for each tested stage; tasks and stages that only prepare a model have no test."""
+    """Print a table with one row for each tested stage. Tasks and stages that only prepare a model have no test."""
     rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
     if rows:
         from experiments.reports.report import closing_table as table_of
@@ -99,8 +99,8 @@ def print_closing_words(target: Stage, context: RunContext) -> None:
 
 @command("dry-run", "print the resolved configuration and validate it; loads no model", COMPARE)
 def dry_run(args: argparse.Namespace, context: RunContext) -> None:
-    """Print the resolved configuration as YAML to stdout and the stages that it depends on to stderr. Validates the
-    experiment and the stages with ``--stages`` overrides; `train` validates all stages in the same way."""
+    """Validate an experiment without running it. Prints its resolved configuration to stdout, and its stages to stderr.
+    Stages it depends on are validated only if ``--stages`` overrides change them; `train` validates all."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.data_files import check_data_files
@@ -131,7 +131,7 @@ def dry_run(args: argparse.Namespace, context: RunContext) -> None:
 )
 def validate(args: argparse.Namespace, context: RunContext) -> None:
     """Check all stages that `train` would run, their existing data files, and whether this machine has the needed
-    devices. Prints only what is left out of the data."""
+    devices. Prints only data that is left out."""
     graph = make_graph(context)
     target = graph.target()
     from experiments.stages.data_files import check_data_files
@@ -147,7 +147,7 @@ def validate(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("status", "show which stages of an experiment are finished, and where they are", COMPARE)
 def status(args: argparse.Namespace, context: RunContext) -> None:
-    """Print the stages of the experiment with these settings, then runs with other settings or seeds."""
+    """Print which stages of the experiment are finished with these settings, then runs with other settings or seeds."""
     graph = make_graph(context)
     plan = graph.plan(compare=context.compare)
     runner.print_plan(graph, runner.to_make(plan), context, plan)
@@ -159,8 +159,8 @@ def status(args: argparse.Namespace, context: RunContext) -> None:
 
 @command("stage", "run one prepared stage folder", option("folder", type=Path), experiment=False, overrides=False)
 def stage(args: argparse.Namespace, context: RunContext) -> int:
-    """Run a stage for the runner. Called by hand, run it in the foreground: its own terminal, exceptions with their
-    traceback, no log and no result.json."""
+    """Run one prepared stage folder. The runner calls this in a child process; called by hand, it runs in the
+    foreground, without a log or result.json."""
     from experiments.stages.stage import PARENT_VARIABLE, execute, run, set_environment
 
     if PARENT_VARIABLE in os.environ:

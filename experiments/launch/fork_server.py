@@ -23,7 +23,8 @@ LIBRARIES = ("torch", "lightning.pytorch.cli", "transformers.models.auto.modelin
 
 
 class ForkServer:
-    """Server that starts importing on construction and ends with this process."""
+    """A server process that imports the large libraries once, then starts stages as forks. It starts importing on
+    construction, and ends with this process."""
 
     def __init__(self) -> None:
         # Interpreters and libraries read some variables of a stage only when they start.
@@ -36,8 +37,8 @@ class ForkServer:
     def start(
         self, command: Sequence[str], *, cwd: Path, env: dict[str, str], outputs: tuple[int, int] | None = None
     ) -> ForkedProcess:
-        """Start a process as ``Popen(command, start_new_session=True)`` does, for a ``command`` of this interpreter
-        (``python FILE ...`` or ``python -m MODULE ...``).
+        """Start a Python command in a fork of the server, as ``Popen(command, start_new_session=True)`` would. The
+        ``command`` must be ``python FILE ...`` or ``python -m MODULE ...`` of this interpreter.
 
         Args:
             outputs: file descriptors for stdout and stderr; default: one pipe, ``ForkedProcess.stdout``.
@@ -56,7 +57,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A child of the fork server, with the methods of ``subprocess.Popen`` that the runner uses."""
+    """A child process of the fork server, with the methods of ``subprocess.Popen`` that the runner uses."""
 
     def __init__(self, process: BaseProcess, output: int | None) -> None:
         self._process = process
@@ -81,7 +82,7 @@ class ForkedProcess:
 
 
 def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection, stderr: Connection) -> None:
-    """Run a command in the fork as a new interpreter would."""
+    """Run a Python command in the forked process, as a new interpreter would."""
     os.setsid()
     for target, source in ((1, stdout), (2, stderr)):
         os.dup2(source.fileno(), target)

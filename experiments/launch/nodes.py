@@ -36,13 +36,15 @@ VISIBLE_S = 20.0  # network file systems show a new file late
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Translate NNODES and NPROC into overrides of the Trainer, so that both forms give the stage the same key."""
+    """Return the launcher options NNODES and NPROC as overrides of the Trainer, so that both forms give the stage the
+    same key."""
     pairs = (("num_nodes", args.nodes), ("devices", args.processes))
     return [f"--trainer.{key}={value}" for key, value in pairs if value is not None]
 
 
 def require_launchable(args: argparse.Namespace, environment: Mapping[str, str], config: Mapping[str, Any]) -> Ranks:
-    """Return the ranks of the experiment with the resolved configuration ``config``.
+    """Check the launcher options, and return the experiment's numbers of nodes and processes, from its resolved
+    configuration ``config``.
 
     Raises:
         ExperimentError: this process is a rank of torchrun already; launcher options without a launcher; options that
@@ -71,7 +73,7 @@ def require_launchable(args: argparse.Namespace, environment: Mapping[str, str],
 
 
 def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: int) -> Node:
-    """Return this node, from the options or torchrun's usual variables.
+    """Return this machine's node rank and the address of node 0, from the options or torchrun's usual variables.
 
     Args:
         count: number of nodes.
@@ -103,7 +105,8 @@ def this_node(args: argparse.Namespace, environment: Mapping[str, str], count: i
 
 
 def watch_nodes(store: StageFolder, nodes: int) -> Callable[[], str | None]:
-    """Return a function that tells node 0 which node has joined the stage and died, or None if all are alive."""
+    """Return a function that reports a failed node to node 0. It returns a message about a node that joined the stage
+    and died, or None if all are alive."""
     begun: dict[int, dict[str, Any]] = {}
 
     def failure() -> str | None:
@@ -153,7 +156,7 @@ def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | No
 
 
 def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fresh: bool) -> bool:
-    """Wait until node 0 has prepared the stage's folder. Return False if the stage is done instead."""
+    """Wait until node 0 has prepared the stage's folder, and return True. Return False if the stage is done instead."""
     assert context.node is not None
     deadline = time.monotonic() + context.node.timeout_s
     while time.monotonic() < deadline:
@@ -174,7 +177,7 @@ def _wait_until_begun(stage: Stage, store: StageFolder, context: RunContext, fre
 
 
 def _wait_until_made(stage: Stage, store: StageFolder, context: RunContext) -> None:
-    """Wait for the result of the stage. Raises StageFailed if node 0 has stopped without one."""
+    """Wait until node 0 has finished the stage. Raises StageFailed if node 0 has stopped without a result."""
     with context.stop.working_in(stage.folder):
         while store.lock.owner() is not None:
             time.sleep(POLL_S / 2)

@@ -27,7 +27,7 @@ Identity = str | list[dict[str, Any]]  # UNKNOWN, or kind, corpus_sha256 and pas
 
 
 def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
-    """Return address -> identity for every search server in the configuration of stage ``name``.
+    """Return which search indexes each search server of a stage serves, by the server's address.
 
     An address is a URL, or ``file:PATH`` with the current URL in the file.
 
@@ -55,8 +55,8 @@ def describe(config: Config, name: str, serve: str) -> dict[str, Identity]:
 
 
 def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identity:
-    """Ask a search server which indexes it serves (``GET <url>/health``). Returns UNKNOWN if the server has no such
-    page. Waits up to ``loading_timeout`` seconds for a server that is loading."""
+    """Ask a search server which indexes it serves (``GET <url>/health``), and return them. Returns UNKNOWN if the
+    server has no such page. Waits up to ``loading_timeout`` seconds for a server that is loading."""
     from common.secret import SECRET_VARIABLE, authorization
     from retrieval.client import FILE_PREFIX, LOADING_PAUSE_S, current_url, loading_detail
 
@@ -104,7 +104,7 @@ def identity(url: str, name: str, loading_timeout: float, serve: str) -> Identit
 
 
 def require_same(name: str, earlier: Mapping[str, Identity], now: Mapping[str, Identity], again: str) -> None:
-    """Raise ExperimentError if the server at a URL now serves other indexes than when stage ``name`` began.
+    """Raise ExperimentError if a search server now serves other indexes than when stage ``name`` began.
 
     Args:
         again: the command that makes the stage again.

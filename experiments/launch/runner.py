@@ -39,7 +39,8 @@ RECORDED_VERSIONS = ("torch", "lightning", "transformers", "deepspeed", "vllm", 
 
 
 def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> tuple[Stage, list[Stage]]:
-    """Run an experiment with its dependencies, and with its compared experiments if the context says so.
+    """Run all unfinished stages of an experiment: its dependencies, itself, and compared experiments if the context
+    says so.
 
     Args:
         without_target: run the dependencies alone.
@@ -84,26 +85,27 @@ def make(graph: Graph, context: RunContext, *, without_target: bool = False) -> 
 
 
 def last_seconds(stage: Stage) -> float | None:
-    """Return the seconds of the stage's last run with any settings and seed, for the time left, or None without a run
-    in these outputs."""
+    """Return how many seconds the stage took in its last run, with any settings and seed. Returns None without a run in
+    these outputs."""
     results = [StageFolder(folder).result() for folder in stage.folder.parent.glob("*/")]
     done = [result for result in results if result is not None and result["kind"] == stage.kind]
     return max(done, key=lambda result: result["finished"])["seconds"] if done else None
 
 
 def to_make(stages: Sequence[Stage], fresh: Stage | None = None) -> list[Stage]:
-    """Return the stages that are not done, and ``fresh``."""
+    """Return the stages that are not done, and the stage ``fresh``, which runs again."""
     return [s for s in stages if StageFolder(s.folder).result() is None or s is fresh]
 
 
 def _was_begun(stage: Stage) -> bool:
-    """Whether an earlier run left something to continue from: a checkpoint, or finished parts of a task."""
+    """Return whether an earlier run of the stage left something to continue from: a checkpoint, or finished parts of a
+    task."""
     state = StageFolder(stage.folder).state()
     return state in ("interrupted", "running") or (state == "unfinished" and stage.kind == "task")
 
 
 def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: Sequence[Stage] | None = None) -> None:
-    """Print the plan: stages that are done, to make, or left out."""
+    """Print the plan of a command: which stages are done, which will run, and which are left out."""
     plan = graph.plan(compare=context.compare) if plan is None else plan
     print(f"{context.target}: {_stages(len(plan))}, {len(plan) - len(todo)} done, {len(todo)} to make")
     print(f"  in {context.project.relative(context.project.outputs)}/NAME/KEY:")
@@ -131,13 +133,13 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
 
 
 def other_runs(stage: Stage) -> list[StageFolder]:
-    """Return the folders of the same experiment with other settings or another seed, newest first."""
+    """Return the folders of the same experiment's runs with other settings or another seed, newest first."""
     folders = [f for f in stage.folder.parent.glob("*/") if f != stage.folder and (f / "stage.json").is_file()]
     return [StageFolder(f) for f in sorted(folders, key=lambda f: (f / "stage.json").stat().st_mtime, reverse=True)]
 
 
 def describe_run(run: StageFolder, stage: Stage) -> str:
-    """Describe a run: its key, its state, and its options that differ from those of ``stage``."""
+    """Return a run in words: its key, its state, and its options that differ from those of ``stage``."""
     config = yaml.safe_load(run.config_path.read_text())
     found = [(key, there) for key, _, there in differences(stage.config, config) if not key.startswith(WATCHES)]
     found += [("argument", text) for text in run.metadata().get("arguments", ()) if text not in stage.arguments]
@@ -147,7 +149,7 @@ def describe_run(run: StageFolder, stage: Stage) -> str:
 
 
 def runs_there(stage: Stage) -> str:
-    """Describe the other runs of an experiment in one line."""
+    """Return one line about the other runs of a stage's experiment."""
     runs = other_runs(stage)
     if not runs:
         return "it has no other run"
@@ -162,7 +164,7 @@ def _stages(number: int) -> str:
 
 
 def require_writable(outputs: Path) -> None:
-    """Make the folder of the outputs. Raises ExperimentError if it cannot be written to."""
+    """Create the output folder. Raises ExperimentError if it cannot be written to."""
     try:
         outputs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=outputs):
@@ -175,7 +177,7 @@ def require_writable(outputs: Path) -> None:
 
 
 def require_needs(stages: Sequence[Stage]) -> None:
-    """Raise ExperimentError with every missing file or folder that the user has to provide."""
+    """Raise ExperimentError that lists every missing file or folder that the user has to provide."""
     missing = {need.path: need for stage in stages for need in stage.needs if not need.present}
     if missing:
         lines = [f"  needs: {need.path} ({need.how})" for need in missing.values()]
@@ -183,7 +185,8 @@ def require_needs(stages: Sequence[Stage]) -> None:
 
 
 def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bool = False) -> None:
-    """Validate all stages before the first one runs, in a child, so that this process does not import torch.
+    """Validate all stages before the first one runs. A child process does this, so that this process does not import
+    torch.
 
     Args:
         elsewhere: the stages will run on another machine, so that the devices of this machine do not matter.
@@ -196,7 +199,8 @@ def require_valid(context: RunContext, fork_server: ForkServer, *, elsewhere: bo
 
 
 def require_unaltered(path: Path, again: str = "") -> None:
-    """Compare a model folder or a table with its digests, if it has any. Raises ExperimentError.
+    """Raise ExperimentError if a model folder or a table differs from its digests (stored SHA-256). Passes without
+    digests.
 
     Args:
         again: end of the message: the command that makes the file again.
@@ -208,7 +212,7 @@ def require_unaltered(path: Path, again: str = "") -> None:
 
 
 def require_inputs(stage: Stage, context: RunContext) -> None:
-    """Call ``require_unaltered`` for every path that the stage reads."""
+    """Raise ExperimentError if a file or folder that the stage reads differs from its digests (stored SHA-256)."""
     root = context.project.root
     found = (strings(stage.config.get(section)) for section in ("model", "data", "task"))
     named = {(root / split_reference(text)[1]).absolute() for texts in found for _, text in texts if text}
@@ -220,12 +224,13 @@ def require_inputs(stage: Stage, context: RunContext) -> None:
 
 
 def _afresh(stage: Stage, context: RunContext) -> str:
-    """Return the command that makes a stage from the beginning."""
+    """Return the ``make`` command that runs a stage from the beginning."""
     return context.for_stage(stage).on_all_nodes(FRESH=1)
 
 
 def _settle(stage: Stage, context: RunContext) -> None:
-    """Print which checkpoints are damaged. Raises ExperimentError if no checkpoint can be used."""
+    """Check the stage's checkpoints, and print which ones are damaged. Raises ExperimentError if no checkpoint can be
+    used."""
     try:
         for line in settle_checkpoints(stage.folder):
             print(f"  {line}", flush=True)
@@ -341,8 +346,8 @@ def _versions() -> dict[str, str]:
 
 
 def folder_of(context: RunContext, stage: Stage) -> Path:
-    """Return the folder of a finished stage. Raises ExperimentError with the command that makes it, and the other runs
-    of its experiment."""
+    """Return the folder of a finished stage. Raises ExperimentError for an unfinished one, with the command that runs
+    it and the other runs of its experiment."""
     if StageFolder(stage.folder).result() is None:
         seed = stage.config["seed_everything"]
         raise ExperimentError(

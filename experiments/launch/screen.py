@@ -20,7 +20,7 @@ LOG_WIDTH = 160  # columns
 
 
 class Screen:
-    """Passes on the output of one stage's process, and shows the reports of ``common.progress`` in it.
+    """Shows the output of one stage's process and its progress, on the terminal and in the log.
 
     Args:
         log: the stage's log, which is appended to.
@@ -38,7 +38,8 @@ class Screen:
         self._drawn = -math.inf  # time of the drawing on the terminal, -inf without one
 
     def write(self, data: bytes) -> None:
-        """Pass on output of the process. A report is one line, but may follow the beginning of another line."""
+        """Show a piece of the process's output, and take the progress reports out of it. A report is one line, but may
+        follow the beginning of another line."""
         data = self._rest + data
         cut = len(data) if (mark := data.rfind(MARK)) < 0 or b"\n" in data[mark:] else mark
         data, self._rest = data[:cut], data[cut:]
@@ -50,7 +51,7 @@ class Screen:
         self._say(data[start:])
 
     def tick(self) -> None:
-        """Draw the progress on a terminal if the last drawing is old."""
+        """Redraw the progress line on a terminal, if the last drawing is old."""
         if self._terminal and self._fresh and time.monotonic() - self._drawn >= REDRAW_S:
             columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80  # as they are now
             text = status(self._progress, self._chain, time.monotonic() - self._begun, columns - 1)
@@ -58,7 +59,7 @@ class Screen:
             self._drawn = time.monotonic()
 
     def erase(self) -> None:
-        """Clear the progress from the terminal."""
+        """Clear the progress line from the terminal."""
         if self._drawn > -math.inf:
             _out(b"\r\x1b[K")
             self._drawn = -math.inf
@@ -90,7 +91,8 @@ class Screen:
 
 
 def status(progress: Progress | None, chain: Chain, elapsed: float, width: int = LOG_WIDTH) -> str:
-    """One line of at most ``width`` columns, such as ``stage 4 of 13: train 50%, 1 min 00 s left, reward 0.312``.
+    """Return a stage's progress in one line of at most ``width`` columns, such as ``stage 4 of 13: train 50%, 1 min 00
+    s left, reward 0.312``.
 
     Args:
         progress: the last report, if there was one.
@@ -114,8 +116,8 @@ def status(progress: Progress | None, chain: Chain, elapsed: float, width: int =
 
 
 def _chain_left(progress: Progress | None, chain: Chain, elapsed: float) -> str:
-    """Estimate the time until all stages end, from the pace of this stage and the earlier times of all. ">" marks a
-    lower bound: a stage has no earlier time."""
+    """Return the estimated time until all stages end, as text, from the pace of this stage and the earlier times of
+    all. ">" marks a lower bound: a stage has no earlier time."""
     own = [progress.eta_s] if progress is not None and math.isfinite(progress.eta_s) else []
     own += [chain.own_s - elapsed] if chain.own_s is not None else []
     known = chain.own_s is not None and chain.rest_known

@@ -27,13 +27,14 @@ class SharedRetrievers:
     servers: tuple[RetrieverProcess, ...] = ()
 
     def trouble(self) -> str | None:
-        """Return why a server has failed for good, or None."""
+        """Return why a shared search server has failed for good, or None if all work."""
         return next((server.failure for server in self.servers if server.failure), None)
 
 
 @contextmanager
 def shared_retrievers(config: Config, processes: int | None) -> Iterator[SharedRetrievers]:
-    """Start every ``RetrieverProcess`` of a stage's configuration for several ranks, which would each start one.
+    """Context manager that starts a stage's search servers once for all ranks of this node; otherwise each rank would
+    start its own.
 
     Raises:
         StageFailed: a server did not start.

@@ -30,7 +30,7 @@ TEMPLATE = Path(__file__).with_name("job.sh")
 
 
 def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: Ranks) -> None:
-    """Write the job file, submit it, and print the job's id and how to watch and cancel it.
+    """Write a Slurm job file for an experiment and submit it. Prints the job's id, and how to watch and cancel the job.
 
     Raises:
         ExperimentError: the user has to fix something first, or there is no sbatch (the file is written).
@@ -66,7 +66,7 @@ def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: R
 
 
 def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra: str | None) -> str:
-    """Return the text of the job. Options in ``extra`` come last and override ours."""
+    """Return the text of a Slurm job file for an experiment. Options in ``extra`` come last and override ours."""
     options = [
         f"--job-name={target.name}",
         f"--nodes={ranks.nodes}",

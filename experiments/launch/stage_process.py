@@ -44,7 +44,7 @@ def run_stage(
     watch: Callable[[], str | None] = lambda: None,
     fork_server: ForkServer | None = None,
 ) -> None:
-    """Run this node's part of a prepared stage to its end.
+    """Run a prepared stage to its end: its process, or its ranks on this node.
 
     Args:
         watch: returns why the stage must end early, or None (see ``run_child``).
@@ -112,7 +112,7 @@ def run_child(
     fork_server: ForkServer | None = None,
     chain: Chain | None = None,
 ) -> ChildResult:
-    """Run a command to its end, with its output on the screen and in a log.
+    """Run a command in a child process to its end, with its output on the screen and in a log. Return how it ended.
 
     Args:
         watch: called every second. When it returns a message (another node is gone), the child is killed ``GRACE_S``
@@ -176,7 +176,8 @@ def run_child(
 
 
 class _Notes(logging.Handler):
-    """Passes warnings of this process to the screen and the log, for instance about a shared search server."""
+    """Logging handler that shows warnings of this process on the screen and in the log, for instance about a shared
+    search server."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -192,7 +193,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` during the block."""
+    """Context manager that makes Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` during the block."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {s: signal.signal(s, interrupt) for s in signals}
     try:
@@ -205,7 +206,8 @@ def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[Non
 def _copy_output(
     child: subprocess.Popen[bytes] | ForkedProcess, screen: Screen, check_watch: Callable[[], None]
 ) -> None:
-    """Copy the output until the child has ended. A grandchild may keep the pipe open for longer."""
+    """Copy a child process's output to the screen until the child has ended. A grandchild may keep the pipe open for
+    longer."""
     assert child.stdout is not None
     while True:
         check_watch()

@@ -20,7 +20,8 @@ from experiments.stages.stage import INTERRUPTED, PARENT_VARIABLE, REFUSED, die_
 
 
 def torchrun_command(stage: Sequence[str], ranks: Ranks, node: Node | None) -> list[str]:
-    """Return the command that starts this node's ranks. Each rank runs ``stage`` (``-m experiments stage FOLDER``)."""
+    """Return the torchrun command that starts this node's ranks of a stage. Each rank runs ``stage`` (``-m experiments
+    stage FOLDER``)."""
     if node is None or ranks.nodes == 1:
         where = ["--standalone", "--local-addr=localhost"]
     else:
@@ -33,7 +34,8 @@ def torchrun_command(stage: Sequence[str], ranks: Ranks, node: Node | None) -> l
 
 
 def threads_per_rank(ranks: Ranks) -> int:
-    """Divide the cores of the node by its ranks, as Lightning's launcher does."""
+    """Return the number of CPU threads for each rank: the node's cores divided by its ranks, as in Lightning's
+    launcher."""
     return max(1, (os.cpu_count() or 1) // (ranks.processes or 1))
 
 

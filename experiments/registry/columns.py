@@ -14,7 +14,7 @@ DEFAULT = ("em", "f1", "source_referencing", "thinking", "hit_first", "hit_any",
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One metric of a finished stage."""
+    """A column of the results tables: one metric of a finished stage, and where it is stored."""
 
     title: str
     key: str  # in evaluation.json under "test", or with ``training`` in training.json
@@ -28,7 +28,8 @@ class Column:
     curve: str | None = None  # metric logged in training
 
     def value(self, test: Mapping[str, Any], training: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the metric as an ``Interval.as_json`` (training metrics have no interval), or None if not measured."""
+        """Return the metric's mean, interval and n as a mapping, or None if not measured. Training metrics have no
+        interval."""
         if not self.training:
             return test.get(self.key)
         mean = (training or {}).get(self.key)
@@ -36,7 +37,7 @@ class Column:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names under which a run logs the metric."""
+        """The names under which a run logs the column's metric."""
         return (self.curve,) if self.curve else () if self.training else (f"val/{self.key}", f"test/{self.key}")
 
 
@@ -101,8 +102,8 @@ FAMILIES = ("arcap/", "em/", "f1/", "acc/", "calls/", "reward/", "stop/", "turns
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The measure of a method's quality: results pages show it by seed and by kind of question, and compare methods by
-    paired differences in it."""
+    """The measure of a method's quality, such as EM. Results pages show it by seed and by kind of question, and compare
+    methods by paired differences in it."""
 
     title: str
     column: str  # key of COLUMNS; evaluation.json has it also by data source, as <column>/<data source>
@@ -111,7 +112,7 @@ class Score:
 
     @property
     def rows(self) -> str:
-        """Name of the score's column in evaluation/test.parquet."""
+        """The name of the score's column in evaluation/test.parquet."""
         return COLUMNS[self.column].rows[0]
 
     @property
@@ -135,7 +136,7 @@ SCORES = {
 
 
 def score_of(name: str | None) -> Score:
-    """Return the score called ``name``, EM for None. Raises ValueError for an unknown name."""
+    """Return the score (measure of quality) called ``name``; EM for None. Raises ValueError for an unknown name."""
     if name is not None and not (isinstance(name, str) and name in SCORES):
         raise ValueError(f"unknown score {name!r}; expected one of {', '.join(SCORES)}")
     return SCORES[name or "em"]
@@ -146,13 +147,13 @@ def is_column(name: object) -> bool:
 
 
 def known_columns() -> list[str]:
-    """List all column names for an error message; prefixes end in <...>."""
+    """Return the names of all columns of results tables, for an error message. Prefixes end in <...>."""
     return [*COLUMNS, *(f"{family}<...>" for family in FAMILIES)]
 
 
 def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
-    """Return the columns by name, in the given order; the default ones for None. Raises ValueError for an unknown
-    name."""
+    """Return the columns of a results table by name, in the given order; the default columns for None. Raises
+    ValueError for an unknown name."""
     chosen = DEFAULT if names is None else tuple(names)
     unknown = [name for name in chosen if not is_column(name)]
     if unknown:
@@ -163,7 +164,7 @@ def columns_of(names: Sequence[str] | None) -> dict[str, Column]:
 
 
 def _title(name: str) -> str:
-    """Title a prefixed column as papers do: ``pass@8``, after the data source if the name has one."""
+    """Return a column's title as papers write it, such as ``pass@8``, after the data source if the name has one."""
     metric, _, rest = name.partition("/")
     attempts, _, source = rest.partition("/")
     if metric not in SHORT:

@@ -60,7 +60,8 @@ def _resolve_stage(name: str) -> str:
 
 
 def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any) -> Any:
-    """Resolve ``${per_device:GPU,CPU}``, or with a third value for processors that compute in bfloat16."""
+    """Resolve the reference ``${per_device:GPU,CPU}`` to its value for this machine. A third value is for processors
+    that compute in bfloat16."""
     device, chosen = _machine.get()
     value = gpu if device == "gpu" else cpu if with_bfloat16 is None or not cpu_has_bfloat16() else with_bfloat16
     chosen |= {"device": device, str(_node_._key()): value}
@@ -68,8 +69,8 @@ def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any) -
 
 
 def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = ()) -> Config:
-    """Merge an experiment or a base with everything it inherits, without interpolation. The result shares parts with
-    other configurations: copy it before you change it.
+    """Return the configuration of an experiment or base file, merged with everything it inherits, without
+    interpolation. The result shares parts with other configurations: copy it before you change it.
 
     Raises:
         ExperimentError: a missing file, an inheritance cycle, an unknown top-level or ``experiment:`` key or column.
@@ -98,7 +99,8 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
 
 
 def check_keys(config: Config, where: str) -> None:
-    """Raises ExperimentError for an unknown key at the top or under ``experiment:``, or an unknown column or score."""
+    """Raise ExperimentError for an unknown key in an experiment file, at the top or under ``experiment:``, or an
+    unknown column or score."""
     require_keys(config, SECTIONS, where)
     about = config.get("experiment") or {}
     if isinstance(about, dict):
@@ -109,7 +111,8 @@ def check_keys(config: Config, where: str) -> None:
 
 
 def check_score(about: Config, where: str) -> None:
-    """Raises ExperimentError for an unknown score, or a ``sampled`` that is neither true nor false."""
+    """Raise ExperimentError for an unknown ``experiment.score``, or an ``experiment.sampled`` that is neither true nor
+    false."""
     try:
         score_of(about.get("score"))
     except ValueError as error:
@@ -119,7 +122,7 @@ def check_score(about: Config, where: str) -> None:
 
 
 def check_columns(names: Any, where: str) -> None:
-    """Raises ExperimentError unless ``names`` is null or a list of known columns."""
+    """Raise ExperimentError unless ``names`` is null or a list of known columns of results tables."""
     if names is None:
         return
     if not isinstance(names, list) or not names or len(set(map(str, names))) < len(names):
@@ -133,7 +136,7 @@ def check_columns(names: Any, where: str) -> None:
 
 
 def check_experiment(config: Config, name: str) -> str:
-    """Return the kind of a composed experiment after a check that its sections fit the kind.
+    """Check that the sections of a composed experiment fit its kind (fit, test or task), and return the kind.
 
     Raises:
         ExperimentError: a missing or unknown kind, a missing section or ``class_path``, a section of another kind.
@@ -158,8 +161,8 @@ def check_experiment(config: Config, name: str) -> str:
 
 
 def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> Path | None:
-    """Find the file of an experiment or base, or an inherited one, that sets ``key`` to ``raw``. Returns None for a
-    value from the command line."""
+    """Return the path of the experiment file, or inherited file, that sets ``key`` to ``raw``. Returns None for a value
+    from the command line."""
     definition = find(name, directories)
     if raw is not None and _at(definition.config, key) == raw:
         return definition.path
@@ -168,7 +171,7 @@ def written_in(name: str, key: str, raw: Any, directories: tuple[Path, ...]) -> 
 
 
 def _at(config: Any, key: str) -> Any:
-    """Return the value at a dotted path (lists by ``[0]``), or None."""
+    """Return the value at a dotted path of a configuration (lists by ``[0]``), or None."""
     for part in key.replace("[", ".").replace("]", "").split("."):
         if isinstance(config, list) and part.isdigit() and int(part) < len(config):
             config = config[int(part)]
@@ -180,7 +183,8 @@ def _at(config: Any, key: str) -> Any:
 def resolve(
     config: Config, stage: Callable[[str], str], directories: tuple[Path, ...] = (), chosen: Config | None = None
 ) -> Config:
-    """Interpolate a composed configuration, drop ``paths`` and ``values``, and make the callbacks a list.
+    """Return a composed configuration with all references resolved, without ``paths`` and ``values``, and with the
+    callbacks as a list.
 
     ``${stage:NAME}`` is a stage's folder, ``${per_device:GPU,CPU[,CPU_WITH_BFLOAT16]}`` a value for the device that
     ``trainer.accelerator`` (in a task: ``values.accelerator``) names, and ``${cpu_cores:}`` a number.
@@ -233,7 +237,7 @@ def _named(config: Config) -> str:
 
 
 def _where(error: OmegaConfBaseException, config: Config, directories: tuple[Path, ...]) -> str:
-    """Name the key, its value, its file, and the remedy."""
+    """Return the end of an error message about a reference: its key, its value, its file, and the remedy."""
     text, key = str(error), str(getattr(error, "full_key", None) or "")
     raw = _at(config, key)
     while (reference := re.fullmatch(r"\$\{([\w.]+)\}", str(raw))) and _at(config, reference[1]) is not None:

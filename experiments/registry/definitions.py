@@ -22,14 +22,15 @@ BASES = "bases"
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """An experiment, a base or a cell of a table: its configuration as written, and its file."""
+    """The unresolved configuration of an experiment, a base or a cell of a table, and the path of its file."""
 
     config: Config
     path: Path
 
 
 def definitions(directories: tuple[Path, ...]) -> dict[str, Definition]:
-    """Return all experiments, sorted by name. If two folders define the same name, the first folder wins.
+    """Return the definitions of all experiments by name, sorted. If two folders define the same name, the first folder
+    wins.
 
     Unreadable files are left out (see ``faults``), so that they do not block other experiments.
 
@@ -44,17 +45,17 @@ def definitions(directories: tuple[Path, ...]) -> dict[str, Definition]:
 
 
 def faults(directories: tuple[Path, ...]) -> list[str]:
-    """Return a message for each file or table that cannot be read."""
+    """Return a message for each experiment file or table that cannot be read."""
     return [fault for folder in map(str, directories) for fault in _of_folder(folder, tuple(_scan(folder)))[1]]
 
 
 def unreadable(directories: tuple[Path, ...]) -> str:
-    """End an error message about an unknown name, which may be in a file that cannot be read."""
+    """Return the end of an error message about an unknown name: the files that cannot be read, which may define it."""
     return "".join(f"; not read: {fault}" for fault in faults(directories))
 
 
 def find(name: str, directories: tuple[Path, ...]) -> Definition:
-    """Find an experiment by its name, or a base by its path without ``.yaml``.
+    """Return the definition of an experiment by its name, or of a base by its path without ``.yaml``.
 
     Raises:
         ExperimentError: an unknown name; the message suggests the nearest one.
@@ -91,7 +92,7 @@ def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
 
 @lru_cache(maxsize=16)
 def _of_folder(folder: str, files: tuple[tuple[str, int, int], ...]) -> tuple[dict[str, Definition], list[str]]:
-    """Return a folder's experiments by name, and messages about its unreadable files."""
+    """Return the experiments defined in a folder by name, and messages about its unreadable files."""
     found: dict[str, Definition] = {}
     wrong: list[str] = []
     for file, modified, size in files:

@@ -8,12 +8,13 @@ from typing import Any
 
 
 class ExperimentError(ValueError):
-    """A wrong name, key, value or path from the user. The message says what was found, what was expected and what to
-    do."""
+    """Raised for a wrong name, key, value or path from the user. The message says what was found, what was expected and
+    what to do."""
 
 
 def nearest(found: object, valid: Iterable[str], *, show: int = 12) -> str:
-    """Return ``"; did you mean 'x'?"``, or the valid names if none is close.
+    """Return the end of an error message that suggests the most similar valid name, or lists the valid names if none is
+    similar.
 
     >>> nearest("dgpo_tniy", ["dgpo_tiny", "sft_tiny"])
     "; did you mean 'dgpo_tiny'?"
@@ -29,7 +30,7 @@ def nearest(found: object, valid: Iterable[str], *, show: int = 12) -> str:
 
 
 def require_keys(block: Any, valid: Collection[str] | None, at: str, prefix: str = "") -> None:
-    """Raises ExperimentError unless ``block`` is a mapping with ``valid`` keys (None: any keys)."""
+    """Raise ExperimentError unless ``block`` is a mapping with only ``valid`` keys (None: any keys)."""
     if not isinstance(block, dict):
         raise ExperimentError(f"{at}: expected a mapping, found {block!r}")
     for key in block:

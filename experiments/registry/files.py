@@ -21,7 +21,8 @@ _Loader = get_yaml_loader()
 
 
 def load_yaml(path: Path) -> Config:
-    """Read one file without interpolation. Unchanged files are read once, so do not modify the result.
+    """Return the content of a YAML file without interpolation. Unchanged files are read once, so do not modify the
+    result.
 
     Raises:
         ExperimentError: not readable, not YAML (with the line), or not a mapping.
@@ -36,7 +37,7 @@ def load_yaml(path: Path) -> Config:
 
 @cache
 def read_yaml(path: str, modified: int, size: int) -> Config:
-    """Read a file, cached by modification time and size; see ``load_yaml``."""
+    """Return the content of a YAML file, cached by modification time and size; see ``load_yaml``."""
     try:
         plain = parse_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:
@@ -57,7 +58,8 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of this project. Raises FileNotFoundError, or ExperimentError if it is damaged."""
+    """Return the content of a JSON file that this project wrote. Raises FileNotFoundError, or ExperimentError if it is
+    damaged."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -65,18 +67,19 @@ def read_json(path: Path) -> Any:
 
 
 def data_arguments(config: Config) -> Config:
-    """Return the arguments of a resolved configuration's data module, or of its task if it has no data module."""
+    """Return the arguments of the data module in a resolved configuration, or of its task if it has no data module."""
     return (config.get("data") or config.get("task") or {}).get("init_args") or {}
 
 
 def short(error: Exception) -> str:
-    """Shorten an error message to one line: the first line, or for a YAML error three lines, which name the place."""
+    """Return an error message as one line: its first line, or for a YAML error three lines, which name the place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) if isinstance(error, yaml.YAMLError) else lines[0]
 
 
 def merge(base: Config, over: Config) -> Config:
-    """Merge ``over`` on top of ``base``. The result shares parts with both: do not modify it.
+    """Return the configuration ``base`` with ``over`` merged on top. The result shares parts with both: do not modify
+    it.
 
     Mappings merge key by key; all other values, lists included, are replaced. A mapping with another ``class_path``
     replaces the old one whole, because arguments of one class mean nothing to another. A key that ends in ``+`` appends
@@ -111,8 +114,8 @@ def init_args_of(value: Any, class_path: str) -> Iterator[Config]:
 
 
 def differences(config: Config, other: Config) -> list[tuple[str, Any, Any]]:
-    """Lists where two resolved configurations differ: (dotted key, value, other value), None for a missing key. Leaves
-    out the ``experiment`` block."""
+    """Return where two resolved configurations differ, as (dotted key, value, other value), with None for a missing
+    key. Leaves out the ``experiment`` block."""
     here, there = (dict(_leaves({k: v for k, v in c.items() if k != "experiment"})) for c in (config, other))
     keys = list(dict.fromkeys([*here, *there]))
     return [(key, here.get(key), there.get(key)) for key in keys if here.get(key) != there.get(key)]

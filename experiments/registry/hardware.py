@@ -17,7 +17,7 @@ GPU_NAMES = ("cuda", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Number of machines, and of processes on each; ``processes`` is None for ``devices: auto``."""
+    """The number of machines, and of processes on each. ``processes`` is None for ``devices: auto``."""
 
     nodes: int
     processes: int | None
@@ -28,13 +28,14 @@ class Ranks:
 
 
 def ranks_of(config: Mapping[str, Any]) -> Ranks:
-    """Count the ranks of a stage's resolved configuration. A task has one process."""
+    """Return the number of nodes, and of processes on each, from a stage's resolved configuration. A task has one
+    process."""
     trainer = config.get("trainer") or {}
     return Ranks(int(trainer.get("num_nodes") or 1), count_devices(trainer.get("devices", 1)))
 
 
 def device_indices(devices: Any) -> list[str] | None:
-    """Return devices listed one by one, as a list or separated by commas, or None for a number or ``auto``."""
+    """Return the device indices in ``trainer.devices`` if they are listed one by one; None for a number or ``auto``."""
     if isinstance(devices, str) and "," in devices:
         devices = devices.split(",")
     if not isinstance(devices, (list, tuple)):
@@ -43,7 +44,7 @@ def device_indices(devices: Any) -> list[str] | None:
 
 
 def count_devices(devices: Any) -> int | None:
-    """Count devices as ``Trainer(devices=...)`` does: a number or indices, also as text, or None for ``auto``."""
+    """Return the number of devices that ``Trainer(devices=...)`` would use, or None for ``auto`` and -1."""
     if (indices := device_indices(devices)) is not None:
         return len(indices)
     try:
@@ -54,8 +55,8 @@ def count_devices(devices: Any) -> int | None:
 
 
 def require_counted(where: str, config: Mapping[str, Any]) -> None:
-    """Raises ExperimentError for ``devices: auto`` or -1. torchrun needs a number, and Lightning would assume that all
-    nodes have as many devices as this one."""
+    """Raise ExperimentError for ``devices: auto`` or -1, because a launcher needs a number. torchrun cannot count, and
+    Lightning would assume that all nodes have as many devices as this one."""
     if ranks_of(config).processes is None:
         devices = (config.get("trainer") or {}).get("devices")
         raise ExperimentError(
@@ -66,7 +67,8 @@ def require_counted(where: str, config: Mapping[str, Any]) -> None:
 
 
 def require_launcher(name: str, config: Mapping[str, Any], launched: int | None) -> None:
-    """Raises ExperimentError for a stage on several nodes without a launcher for all of them: ranks would wait forever.
+    """Raise ExperimentError for a stage on several nodes without a launcher for all of them, whose ranks would wait
+    forever.
 
     Args:
         launched: nodes given to ``LAUNCH=torchrun``, or None without it.
@@ -85,7 +87,7 @@ def require_launcher(name: str, config: Mapping[str, Any], launched: int | None)
 
 
 def check_strategy(name: Any, where: str) -> None:
-    """Raises ExperimentError for an unknown strategy name, before Lightning would when the stage starts."""
+    """Raise ExperimentError for an unknown strategy name, before Lightning would when the stage starts."""
     if not isinstance(name, str) or name == "auto":
         return
     from lightning.pytorch.strategies import StrategyRegistry
@@ -101,7 +103,7 @@ def check_strategy(name: Any, where: str) -> None:
 
 
 def check_shares(config: Config, where: str) -> None:
-    """Raises ExperimentError if the ranks cannot share an iteration's prompts equally, or if several nodes have an
+    """Raise ExperimentError if the ranks cannot share an iteration's prompts equally, or if several nodes have an
     unknown number of ranks."""
     prompts = ((config.get("data") or {}).get("init_args") or {}).get("prompts_per_iteration")
     ranks = ranks_of(config)
@@ -116,7 +118,7 @@ def check_shares(config: Config, where: str) -> None:
 
 
 def check_indices(config: Config, where: str) -> None:
-    """Raises ExperimentError for GPU indices other than 0, 1, ...: a rank's engine uses the GPU with the rank's number,
+    """Raise ExperimentError for GPU indices other than 0, 1, ... A rank's engine uses the GPU with the rank's number,
     and would be on another GPU than its trainer."""
     trainer = config.get("trainer") or {}
     indices = device_indices(trainer.get("devices", 1))
@@ -150,7 +152,8 @@ def missing_devices(config: Config, where: str) -> list[str]:
 
 
 def _wanted(devices: Any) -> int:
-    """Number of devices that the machine must have; a list names indices."""
+    """Return how many GPUs the machine must have for ``trainer.devices``. For a list of indices this is the highest
+    index plus one."""
     if (indices := device_indices(devices)) is not None:
         return max(map(int, indices), default=0) + 1
     return int(devices) if str(devices).isdigit() else 1

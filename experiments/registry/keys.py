@@ -75,7 +75,8 @@ FILE_SUFFIXES = (*TABLES, ".yaml", ".txt", ".ckpt", ".safetensors", ".index", ".
 
 
 def semantic(config: Config) -> Config:
-    """Return the part of a resolved configuration that can change a result."""
+    """Return the part of a resolved configuration that can change a result, without loggers, progress bars and the
+    number of ranks."""
     out = {k: v for k, v in config.items() if k in ("seed_everything", "model", "data", "task")}
     out["kind"] = config["experiment"]["kind"]
     trainer = {k: v for k, v in (config.get("trainer") or {}).items() if k not in (*WATCHING_TRAINER_KEYS, *RANKS)}
@@ -95,8 +96,8 @@ def looks_like_path(text: str) -> bool:
 
 
 def is_input(text: str, root: Path) -> bool:
-    """Whether a text names an existing file or folder. Devices, pipes, kernel files, and folders that contain the
-    project (``/``) do not count."""
+    """Return whether a text in a configuration names an existing file or folder. Devices, pipes, kernel files, and
+    folders that contain the project (``/``) do not count."""
     if not looks_like_path(text):
         return False
     try:
@@ -108,8 +109,8 @@ def is_input(text: str, root: Path) -> bool:
 
 
 def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
-    """Whether a class accepts a path for an option, by its annotation and ``FOLDERS``. Types are checked later, so this
-    keeps a folder that is given as a learning rate from being read."""
+    """Return whether a class accepts a path for an option, by its annotation and ``FOLDERS``. Types are checked later,
+    so this keeps a folder that is given as a learning rate from being read."""
     ours = class_path.partition(".")[0] in OURS
     wanted = PATHS if ours and is_folder and option not in FOLDERS else TEXTS
     module, _, name = class_path.rpartition(".")
@@ -130,7 +131,7 @@ def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
 
 
 def constructors(target: Any) -> list[Any]:
-    """Return the ``__init__`` of a class and of its bases, nearest first; for a function, itself."""
+    """Return the ``__init__`` methods of a class and its bases, nearest first; for a function, the function itself."""
     if not inspect.isclass(target):
         return [target]
     return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
@@ -142,7 +143,8 @@ def _has(hint: Any, wanted: Sequence[Any]) -> bool:
 
 
 def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: Callable[[Path], str]) -> str:
-    """Compute the key of a configuration whose ``${stage:X}`` are resolved to ``@stage/<key of X>``.
+    """Return the key of a stage: a hash of its configuration and of the files it reads. ``${stage:X}`` must be resolved
+    to ``@stage/<key of X>``.
 
     Raises:
         ExperimentError: an input folder that is too large, or an unreadable file.
@@ -173,8 +175,8 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
 
 
 class PathHasher:
-    """Hashes the contents of files and folders. ``cache`` keeps the hash of each file by size, inode and modification
-    time, as git's index does, so that large inputs (a 60 GB index) are read once."""
+    """Hashes the contents of files and folders, and caches the hashes. ``cache``: file with the hash of each file by
+    size, inode and modification time, so that large inputs (a 60 GB index) are read once."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -185,7 +187,8 @@ class PathHasher:
         self._changed = False
 
     def __call__(self, path: Path) -> str:
-        """Raises ValueError for a folder with more than ``MOST`` entries, OSError for an unreadable file."""
+        """Return the SHA-256 of a file's or folder's contents. Raises ValueError for a folder with more than ``MOST``
+        entries, OSError for an unreadable file."""
         if path.is_file():
             return self._file(path)
         entries = list(islice(path.rglob("*"), MOST + 1))
@@ -206,7 +209,7 @@ class PathHasher:
         return self._known[identity]
 
     def save(self) -> None:
-        """Write the cache atomically if a new file was hashed."""
+        """Write the cache of hashes atomically, if a new file was hashed."""
         if not self._changed:
             return
         write_atomically(self.cache, json.dumps(self._known))

@@ -16,7 +16,7 @@ THIS = "@stage:@"  # placeholder for a stage's folder until its key is known
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One line of ``make experiments``."""
+    """The description of one experiment, shown by ``make experiments``."""
 
     name: str
     family: str  # the outermost folder of its file, followed by the file's name for a table
@@ -30,13 +30,14 @@ class Summary:
 
 
 def names(project: Project) -> list[str]:
-    """Return every experiment's name, sorted, without the shared parts under ``bases/``."""
+    """Return the names of all experiments, sorted, without the shared parts under ``bases/``."""
     return list(definitions(project.experiment_dirs))
 
 
 def load(name: str, project: Project) -> Config:
-    """Compose an experiment and add ``${experiment.name}``, ``${experiment.family}``, ``${experiment.folder}`` (the
-    stage's folder, a placeholder until its key is known) and ``${paths.outputs}``.
+    """Return an experiment's configuration with everything it inherits, unresolved. Adds ``${experiment.name}``,
+    ``${experiment.family}``, ``${experiment.folder}`` (a placeholder until the stage's key is known) and
+    ``${paths.outputs}``.
 
     Raises:
         ExperimentError: an unknown name (the message suggests one), a malformed file, sections that do not fit the
@@ -51,7 +52,7 @@ def load(name: str, project: Project) -> Config:
 
 
 def summary(name: str, project: Project) -> Summary:
-    """Read an experiment's own description."""
+    """Return an experiment's description, from the ``experiment`` block of its configuration."""
     block = load(name, project)["experiment"]
     texts = {field.name: str(block.get(field.name) or "") for field in fields(Summary)}
     return Summary(**texts)
@@ -68,7 +69,7 @@ def _family(name: str, project: Project) -> str:
 
 
 def summaries(project: Project) -> tuple[list[Summary], list[str]]:
-    """Return the descriptions of all usable experiments, and messages about the others."""
+    """Return the descriptions of all valid experiments, and messages about the invalid ones."""
     found, wrong = [], faults(project.experiment_dirs)
     for name in names(project):
         try:

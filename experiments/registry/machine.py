@@ -32,14 +32,14 @@ for exact, found in (
 
 
 def device_of(accelerator: Any) -> Literal["gpu", "cpu"]:
-    """Return the kind of device that ``trainer.accelerator`` trains on; ``auto``: a GPU where torch can use one."""
+    """Return the kind of device that ``trainer.accelerator`` trains on. ``auto``: a GPU if torch can use one."""
     if accelerator in GPU_NAMES:
         return "gpu"
     return "gpu" if accelerator in (None, "auto") and _has_gpu() else "cpu"
 
 
 def _has_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU, and torch is a CUDA build."""
+    """Return whether the machine has an NVIDIA GPU and torch is a CUDA build."""
     try:
         build = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -49,13 +49,13 @@ def _has_gpu() -> bool:
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor computes in bfloat16, by its flags and a trial. The answer is kept for this processor and
-    version of torch."""
+    """Return whether the processor computes in bfloat16, by its flags and a trial. The answer is kept for this
+    processor and version of torch."""
     text = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
     lines = dict.fromkeys(line for line in text.splitlines() if line.startswith(("model name", "flags")))
     if not BFLOAT16_FLAGS & set(" ".join(lines).split()):

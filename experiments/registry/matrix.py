@@ -49,7 +49,7 @@ Cell = dict[str, str]  # axis -> value
 
 
 def expand(config: Config, path: str) -> dict[str, Config]:
-    """Return the cells of a table by name, each in the form of an experiment file.
+    """Return the experiments that a table (``matrix:``) defines, by name, each in the form of an experiment file.
 
     Args:
         config: the file's content, with ``matrix``.
@@ -90,7 +90,7 @@ def expand(config: Config, path: str) -> dict[str, Config]:
 
 
 def _joined(parts: list[Config], cell: Cell, axes: Mapping[str, Config], path: str) -> Config:
-    """Concatenate the parts' ``inherits`` and merge their other keys in order."""
+    """Return one cell's experiment: its parts' ``inherits`` concatenated, and their other keys merged in order."""
     out: Config = {}
     for part in parts:
         own = {key: value for key, value in part.items() if key in SECTIONS and key != "inherits"}
@@ -102,7 +102,7 @@ def _joined(parts: list[Config], cell: Cell, axes: Mapping[str, Config], path: s
 
 
 def _cells(axes: Mapping[str, Config], path: str) -> Iterator[Cell]:
-    """Yield every combination of values that their ``only`` allows."""
+    """Yield every allowed combination of the axes' values. A value's ``only`` restricts its combinations."""
     for axis, values in axes.items():
         for value, block in values.items():
             _check_where(block.get("only") or {}, axes, f"{path}: {axis} {value}, only")
@@ -121,7 +121,7 @@ def _values(wanted: Any) -> list[str]:
 
 
 def _extra(extra: Any, number: int, axes: Mapping[str, Config], cells: list[Cell], path: str) -> tuple[Config, Config]:
-    """Check an entry of ``cells``; return it and its ``where``."""
+    """Check an entry of a table's ``cells:``, and return the entry and its ``where`` (the cells it changes)."""
     at = f"{path}: matrix.cells[{number}]"
     require_keys(extra, (*SECTIONS, "where"), at)
     where = extra.get("where") or {}
@@ -132,7 +132,7 @@ def _extra(extra: Any, number: int, axes: Mapping[str, Config], cells: list[Cell
 
 
 def _published(tables: list[Config], axes: Mapping[str, Config], cells: list[Cell], path: str) -> dict[int, str]:
-    """Return the paper's numbers as text, by the cell's position in ``cells``."""
+    """Return the paper's published numbers as text, by the cell's position in ``cells``."""
     texts: dict[int, str] = {}
     for number, table in enumerate(tables):
         at = f"{path}: matrix.published[{number}]"
@@ -170,7 +170,7 @@ def _formatted(template: Any, entry: Any, at: str) -> str:
 
 
 def _filled(value: Any, cell: Cell, axes: Mapping[str, Config], path: str, within: tuple[str, ...] = ()) -> Any:
-    """Replace every ``<axis>`` and ``<axis.var>`` in the strings of ``value``, also inside vars.
+    """Return ``value`` with every placeholder ``<axis>`` and ``<axis.var>`` in its strings replaced, also inside vars.
 
     Args:
         within: placeholders that are being replaced, to find circles.

@@ -28,8 +28,8 @@ NAMED = "trainer.strategy"  # a name (zero3) or a class; a name drops the argume
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Parsed ``ARGS``: ``own`` for the experiment itself (``--paths.NAME`` for all stages), ``stages[NAME]`` for a
-    stage that it depends on (``--stages.kd_tiny.trainer.max_steps 5``)."""
+    """The parsed command-line overrides (``ARGS``). ``own``: for the experiment itself (``--paths.NAME`` for all
+    stages); ``stages[NAME]``: for a stage that it depends on (``--stages.kd_tiny.trainer.max_steps 5``)."""
 
     own: tuple[tuple[str, str], ...] = ()
     stages: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -83,7 +83,8 @@ def _check_head(path: str) -> None:
 
 
 def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with the simple overrides applied, and the arguments left for the parser, in order."""
+    """Return the configuration with the simple overrides applied, and the arguments that only the parser can apply, in
+    order."""
     config = copy.deepcopy(config)
     for_parser: list[str] = []
     touched: list[str] = []  # changed by the parser, which must then apply later edits below it, too
@@ -99,7 +100,7 @@ def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tup
 
 
 def _put(config: Config, path: str, text: str) -> bool:
-    """Set a leaf in place; return False for an override that needs the parser."""
+    """Set one option in a configuration, in place. Return False for an override that needs the parser."""
     if path.endswith("+"):
         return False
     *parents, leaf = path.split(".")
@@ -132,7 +133,7 @@ def _step(config: Config, node: Config, part: str) -> Any:
 
 
 def _follow(config: Config, value: Any) -> Any:
-    """Follow a bare reference such as ``${values.rollouts}`` to its mapping; return other values unchanged."""
+    """Return the mapping that a bare reference such as ``${values.rollouts}`` names; return other values unchanged."""
     match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     if not match:
         return value
@@ -143,7 +144,8 @@ def _follow(config: Config, value: Any) -> Any:
 
 
 def _read_value(text: str, old: Any) -> Any:
-    """Parse YAML as OmegaConf does (``1e-3`` is a number), but keep text where the old value is text."""
+    """Parse an override's text as YAML, as OmegaConf does (``1e-3`` is a number). It stays text where the old value is
+    text."""
     if isinstance(old, str) and not old.startswith("${") and text.lower() not in ("null", "none"):
         return text
     if "${" in text or not text:

@@ -13,7 +13,7 @@ Precision = Literal["float32", "autocast", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Shape of a Llama-like transformer: grouped-query attention, gated MLP."""
+    """The shape of a Llama-like transformer with grouped-query attention and gated MLP."""
 
     hidden: int
     layers: int
@@ -28,7 +28,8 @@ class Dimensions:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Dimensions:
-        """Read a Hugging Face config.json of type qwen2, qwen3 or llama. Raises ValueError for another type."""
+        """Return a model's shape from its Hugging Face config.json, of type qwen2, qwen3 or llama. Raises ValueError
+        for another type."""
         kind, heads = config.get("model_type"), config.get("num_attention_heads")
         if kind not in ("qwen2", "qwen3", "llama") or heads is None:
             raise ValueError(f"model_type is {kind!r}; sizes are known of qwen2, qwen3 and llama")
@@ -55,14 +56,14 @@ class Dimensions:
 
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of one layer's linear modules, by name."""
+        """(inputs, outputs) of each linear module in one transformer layer, by name."""
         h, m = self.hidden, self.mlp
         attention = {"q_proj": (h, self.query), "k_proj": (h, self.key), "v_proj": (h, self.key)}
         return attention | {"o_proj": (self.query, h), "gate_proj": (h, m), "up_proj": (h, m), "down_proj": (m, h)}
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of one layer's matrices."""
+        """The number of elements in the matrices of one transformer layer."""
         return sum(inputs * outputs for inputs, outputs in self.linear.values())
 
     @property
@@ -77,27 +78,29 @@ class Dimensions:
 
     @property
     def body(self) -> int:
-        """Parameters of a critic: no output matrix, a head of one column."""
+        """The number of parameters of a critic: the model without output matrix, with a head of one column."""
         return self.parameters - (0 if self.tied else self.output_matrix) + self.hidden + 1
 
     def kv_bytes(self, element: int = 2) -> int:
-        """Bytes of one token's keys and values in the engine's cache."""
+        """Return the bytes of one token's keys and values in the engine's cache."""
         return 2 * self.layers * self.key * element
 
     def layer_bytes(self, precision: Precision) -> float:
-        """Bytes per token that autograd keeps of one layer: inputs of norms and matrices, queries, keys, values, and
-        the MLP's two halves and their product. Norms compute in float32; so does autocast's residual stream."""
+        """Return the bytes per token that autograd keeps of one layer for its backward pass. Counted are the inputs of
+        norms and matrices, queries, keys, values, and the MLP's two halves and their product. Norms compute in float32;
+        so does autocast's residual stream."""
         hidden, element = {"float32": (24, 4), "autocast": (26, 2), "bfloat16": (16, 2)}[precision]
         normed = {"float32": 8, "autocast": 6, "bfloat16": 6}[precision] if self.qk_norm else 0
         per_head = (2 * element + normed) * (self.query + self.key)
         return hidden * self.hidden + 4 * element * self.mlp + per_head + 4 * self.heads
 
     def residual_bytes(self, precision: Precision) -> int:
-        """Bytes per token that gradient checkpointing keeps of one layer: its input."""
+        """Return the bytes per token that gradient checkpointing keeps of one layer: the layer's input."""
         return self.hidden * (2 if precision == "bfloat16" else 4)
 
     def forward_flops(self, context: float) -> float:
-        """Floating-point operations for one token after ``context`` tokens, output matrix included."""
+        """Return the floating-point operations of a forward pass for one token after ``context`` tokens, output matrix
+        included."""
         return 2 * (self.layers * self.layer_matrices + self.output_matrix) + 4 * self.layers * self.query * context
 
 
@@ -127,7 +130,8 @@ ALIASES = {"sod-grpo_teacher-4b": "qwen3-4b"}  # checkpoints whose name does not
 
 
 def known_model(name: str) -> dict[str, Any] | None:
-    """The config.json of the model whose name ``name`` contains (``SearchR1-ppo-qwen2.5-3b-instruct``), or None."""
+    """Return the config.json of the published model whose name ``name`` contains
+    (``SearchR1-ppo-qwen2.5-3b-instruct``), or None."""
     name = name.lower()
     found = [known for known in MODELS if re.search(rf"(?<![\w.]){re.escape(known)}(?![\w.])", ALIASES.get(name, name))]
     return MODELS[found[0]] if found else None
@@ -135,7 +139,7 @@ def known_model(name: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class GPUSpec:
-    """Data sheet of a GPU: dense bfloat16, no sparsity."""
+    """The data sheet of a GPU: memory, bandwidth, and dense bfloat16 speed without sparsity."""
 
     name: str
     memory: float  # bytes

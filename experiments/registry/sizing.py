@@ -27,17 +27,17 @@ Strategy = Literal["single", "ddp", "zero2", "zero3"]
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """LoRA: two matrices of a low rank beside each of the ``targets``, linear modules by name; none: all of them."""
+    """LoRA adapters: two matrices of a low rank beside each linear module named in ``targets`` (empty: all)."""
 
     rank: int
     targets: tuple[str, ...] = ()
 
     def of(self, d: Dimensions) -> int:
-        """Parameters that the adapters add to a model."""
+        """Return the number of parameters that the adapters add to a model."""
         return d.layers * self.rank * sum(n + m for n, m in self._shapes(d))
 
     def inputs(self, d: Dimensions) -> int:
-        """Size of the inputs that one layer's adapters read, in numbers per token."""
+        """Return the summed widths of the inputs that one layer's adapters read, in numbers per token."""
         return sum(n for n, _ in self._shapes(d))
 
     def _shapes(self, d: Dimensions) -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The part of a configuration that decides memory and speed."""
+    """The settings of a training run that decide its memory and speed."""
 
     policy: Dimensions
     critic: Dimensions | None = None
@@ -67,7 +67,7 @@ class Training:
 
     @property
     def models(self) -> list[Dimensions]:
-        """Policy and critic."""
+        """The shapes of the trained models: policy and critic."""
         return [d for d in (self.policy, self.critic) if d is not None]
 
     @property
@@ -76,29 +76,29 @@ class Training:
 
     @property
     def half_engine(self) -> bool:
-        """DeepSpeed with 16-bit weights and float32 masters of the trained ones."""
+        """Whether DeepSpeed keeps 16-bit weights, and float32 masters of the trained ones."""
         return self.sharded and self.precision != "float32"
 
     @property
     def shards(self) -> int:
-        """GPUs that share the parameters."""
+        """The number of GPUs that share the parameters (more than one with ZeRO 3)."""
         return self.gpus if self.strategy == "zero3" else 1
 
     @property
     def element(self) -> int:
-        """Size in bytes of each weight that LoRA freezes."""
+        """The size in bytes of each weight that LoRA freezes."""
         return 2 if self.precision == "bfloat16" or self.half_engine else 4
 
     @property
     def frozen_base(self) -> int:
-        """Parameters of policy and critic that LoRA freezes."""
+        """The number of parameters in policy and critic that LoRA freezes."""
         if self.adapters is None:
             return 0
         return self.policy.parameters + (self.critic.body - self.critic.hidden - 1 if self.critic else 0)
 
     @property
     def trained(self) -> int:
-        """Trained parameters; with LoRA the adapters and a critic's head."""
+        """The number of trained parameters; with LoRA those of the adapters and of a critic's head."""
         if self.adapters is None:
             return self.policy.parameters + (self.critic.body if self.critic else 0)
         critic = self.adapters.of(self.critic) + self.critic.hidden + 1 if self.critic else 0
@@ -106,13 +106,14 @@ class Training:
 
     @property
     def context(self) -> float:
-        """Mean number of tokens that a token attends to, estimated as half of the longest trajectory."""
+        """The mean number of tokens that a token attends to, estimated as half of the longest trajectory."""
         return self.max_length / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The amount of work of a training run. Trajectories are taken as half as long as they may be."""
+    """The amount of work in a training run: iterations, trajectories and tokens. Trajectories are taken as half as long
+    as they may be."""
 
     iterations: int
     trajectories: int  # per iteration
@@ -122,7 +123,7 @@ class Run:
 
 
 def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
-    """Bytes per GPU while it trains, by component. Offloaded parts are left out."""
+    """Return the bytes per GPU while it trains, by component. Offloaded parts are left out."""
     states = t.gpus if t.sharded else 1
     parts = {
         "weights": weights(t),
@@ -148,7 +149,8 @@ def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
 
 
 def sampling_memory(t: Training, chip: GPUSpec) -> dict[str, float]:
-    """Bytes per GPU while an engine samples that sleeps in training; empty for an engine that keeps its share.
+    """Return the bytes per GPU, by component, while an engine samples that sleeps during training; {} for other
+    engines.
 
     Weights, masters and frozen models stay; gradients are freed, and the optimizer is in host memory
     (callbacks/training/optimizer_offload.py).
@@ -160,29 +162,29 @@ def sampling_memory(t: Training, chip: GPUSpec) -> dict[str, float]:
 
 
 def peak(t: Training, chip: GPUSpec) -> float:
-    """Bytes per GPU of training or of sampling, whichever needs more."""
+    """Return the bytes per GPU that training or sampling needs, whichever is more."""
     return max(sum(memory(t, chip).values()), sum(sampling_memory(t, chip).values()))
 
 
 def weights(t: Training) -> float:
-    """Bytes of policy and critic."""
+    """Return the bytes per GPU of the weights of policy and critic."""
     trained = 2 if t.half_engine else 4  # adapters are float32 beside a 16-bit base
     return 0.0 if t.offload_parameters else (t.element * t.frozen_base + trained * t.trained) / t.shards
 
 
 def masters(t: Training) -> float:
-    """Bytes of DeepSpeed's float32 weights, which it keeps in float32 training, too."""
+    """Return the bytes per GPU of DeepSpeed's float32 master weights, which it keeps in float32 training, too."""
     return 4.0 * t.trained / t.gpus if t.sharded and not t.offload_optimizer else 0.0
 
 
 def frozen(t: Training) -> dict[str, float]:
-    """Bytes of each model that is not trained."""
+    """Return the bytes per GPU of each model that is not trained, by name."""
     return {name: 0.0 if t.offload_parameters else size * d.parameters / t.shards for name, d, size in t.frozen}
 
 
 def logits(t: Training) -> float:
-    """Bytes of a chunk's logits and their statistics, and of the gradient of a trained output matrix: its float32 sum,
-    and one chunk's product in the type of the products."""
+    """Return the bytes of a chunk's logits and of their gradients. This includes the gradient of a trained output
+    matrix: its float32 sum, and one chunk's product in the type of the products."""
     exact, elements = t.precision == "float32", t.logits_chunk * t.policy.vocabulary
     element = 4 if exact else 2
     matrix = 0 if t.adapters else (4 + element) * t.policy.output_matrix
@@ -190,52 +192,55 @@ def logits(t: Training) -> float:
 
 
 def activations(t: Training) -> float:
-    """Bytes that a micro-batch keeps for its backward pass. Policy and critic add up: they share one loss."""
+    """Return the bytes of activations that a micro-batch keeps for its backward pass. Policy and critic add up: they
+    share one loss."""
     precision: Precision = "bfloat16" if t.half_engine else t.precision
     per_token = (d.layers * (d.residual_bytes(precision) if t.checkpointing else layer_bytes(t, d)) for d in t.models)
     return t.max_tokens_per_micro_batch * sum(per_token)
 
 
 def recomputed(t: Training) -> float:
-    """Bytes of the one layer at a time that gradient checkpointing recomputes."""
+    """Return the bytes of activations in the one layer at a time that gradient checkpointing recomputes; 0 without
+    checkpointing."""
     return t.max_tokens_per_micro_batch * max(layer_bytes(t, d) for d in t.models) if t.checkpointing else 0.0
 
 
 def layer_bytes(t: Training, d: Dimensions) -> float:
-    """Bytes that one layer keeps per token."""
+    """Return the bytes of activations per token that one layer keeps, LoRA included."""
     cast = t.adapters if t.precision != "float32" and not t.sharded else None  # peft casts inputs
     return d.layer_bytes("bfloat16" if t.half_engine else t.precision) + (2 * cast.inputs(d) if cast else 0)
 
 
 def autocast_copies(t: Training) -> float:
-    """Bytes of the bfloat16 copies of float32 matrices in a graph. Checkpointing holds one matrix at a time; the output
-    matrix is always recomputed."""
+    """Return the bytes of the bfloat16 copies that autocast makes of float32 matrices. Checkpointing holds one matrix
+    at a time; the output matrix is always recomputed."""
     if t.checkpointing:
         return 2.0 * max(max(d.layer_matrices, d.output_matrix) for d in t.models)
     return 2.0 * (sum(d.layers * d.layer_matrices for d in t.models) + t.policy.output_matrix)
 
 
 def training_flops(t: Training, context: float, epochs: int = 1) -> float:
-    """Operations per trained token: a scoring pass, then forward and backward (checkpointing: forward again)."""
+    """Return the floating-point operations per trained token: a scoring pass, then forward and backward (checkpointing:
+    forward again)."""
     passes = 1 + (4 if t.checkpointing else 3) * epochs
     trained = sum(d.forward_flops(context) for d in t.models)
     return passes * trained + sum(d.forward_flops(context) for _, d, _ in t.frozen)
 
 
 def training_speed(t: Training, chip: GPUSpec) -> float:
-    """Tokens per second of all GPUs at the peak of their arithmetic."""
+    """Return the tokens per second that all GPUs together train on at their peak speed."""
     return t.gpus * chip.flops / training_flops(t, t.context)
 
 
 def cache_tokens(t: Training, chip: GPUSpec) -> int:
-    """Tokens per GPU whose keys and values fit beside the engine's bfloat16 weights."""
+    """Return the number of tokens per GPU whose keys and values fit beside the engine's bfloat16 weights."""
     free = t.engine_share * chip.memory - 2 * t.policy.parameters - ENGINE_WORK
     return max(0, int(free // t.policy.kv_bytes()))
 
 
 def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:
-    """Tokens per second of all engines. Each step reads the weights and every sequence's cache once and computes one
-    token per sequence; the slower of both counts."""
+    """Return the tokens per second that all engines together sample. Each step reads the weights and every sequence's
+    cache once and computes one token per sequence; the slower of both counts."""
     if not sequences:
         return 0.0
     reading = (2 * t.policy.parameters + sequences * t.context * t.policy.kv_bytes()) / chip.bandwidth
@@ -244,8 +249,8 @@ def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:
 
 
 def hours(t: Training, chip: GPUSpec, run: Run, sequences: int) -> float:
-    """Estimate the hours of ``run`` at ``EFFICIENCY`` of the roofline, without tools, evaluation, weight updates and
-    offloading.
+    """Return the estimated hours of a training run that reaches the share ``EFFICIENCY`` of the GPUs' peak speed.
+    Tools, evaluation, weight updates and offloading come on top.
 
     Args:
         sequences: that a GPU's engine holds at once; 0: the run never ends.

@@ -23,11 +23,11 @@ HISTORY_SCHEMA = {"run_id": pl.String, "run": pl.String, "metric": pl.String, "s
 
 
 class NoRunsError(LookupError):
-    """No run fits the filters."""
+    """Raised if no recorded run fits the given names."""
 
 
 def find_runs(outputs: Path, names: Sequence[str] = ()) -> list[tuple[str, Path]]:
-    """Return name and folder of the runs that have logged metrics, oldest first.
+    """Return the names and folders of the runs that have logged metrics, oldest first.
 
     Args:
         names: experiments or shell patterns: "dgpo_tiny" keeps "dgpo_tiny-seed0", not "dgpo_tiny_x"; "dgpo*" keeps
@@ -58,8 +58,8 @@ def _fits(run: str, name: str) -> bool:
 
 
 def history_frame(runs: Mapping[Path, str], metrics: Sequence[str]) -> pl.DataFrame:
-    """Return a long table of ``run_id`` (the folder), ``run, metric, step, value``. A step logged twice, because an
-    iteration was repeated after a kill, counts once, with its last value.
+    """Return the logged metrics of runs as a long table: ``run_id`` (the folder), ``run, metric, step, value``. A step
+    logged twice, because an iteration was repeated after a kill, counts once, with its last value.
 
     Args:
         runs: folder -> name.
@@ -78,8 +78,8 @@ def history_frame(runs: Mapping[Path, str], metrics: Sequence[str]) -> pl.DataFr
 
 
 def compare(outputs: Path, names: Sequence[str] = (), *, metrics: Sequence[str] = CURVES) -> str:
-    """Format a table of runs: status, seconds, and the last value of each metric that a run has. A last line names the
-    test sets if they differ.
+    """Return a table of runs as text: status, seconds, and the last value of each metric. A last line names the test
+    sets if they differ.
 
     Args:
         names: see ``find_runs``.
@@ -112,7 +112,7 @@ def _cell(value: Any) -> str:
 
 
 def table_text(table: Any) -> str:
-    """Render a rich table: coloured and folded for a terminal, plain and unfolded for a pipe or a file."""
+    """Render a rich table as text: coloured and folded for a terminal, plain and unfolded for a pipe or a file."""
     from rich.console import Console
 
     console = Console()

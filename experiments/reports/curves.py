@@ -18,7 +18,7 @@ MANY_POINTS = 30  # longer curves are smoothed
 
 
 def curves_figure(history: pl.DataFrame, metrics: Sequence[str], methods: Iterable[str]) -> Figure:
-    """Draw a panel for each metric that was logged at several steps, with one line per method.
+    """Draw a figure with a panel for each metric that was logged at several steps, and one line per method.
 
     Args:
         history: as ``compare.history_frame`` makes it; ``run`` is the method.

@@ -12,13 +12,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return a code block whose fence is longer than any run of backticks in the text."""
+    """Return text as a Markdown code block, whose fence is longer than any run of backticks in the text."""
     fence = "`" * max(3, _longest_run(text) + 1)
     return f"{fence}text\n{text.strip(chr(10))}\n{fence}\n"
 
 
 def inline(text: str, most: int = 80) -> str:
-    """Return a code span on one line of at most ``most`` characters."""
+    """Return text as a Markdown code span on one line, of at most ``most`` characters."""
     flat = " ".join(text.split())
     flat = flat if len(flat) <= most else f"{flat[: most - 1]}…"
     fence = "`" * (_longest_run(flat) + 1)

@@ -17,7 +17,7 @@ FACTS = {"algorithm": "algorithm", "models": "starts from", "data": "data", "rep
 def model_card(
     config: Mapping[str, Any], result: Mapping[str, Any], tested: Path | None, serve: str, note: str = ""
 ) -> str:
-    """Return a model card in Hugging Face's format, Markdown after YAML.
+    """Return the text of a model card in Hugging Face's format: Markdown after YAML.
 
     Args:
         config: resolved configuration of the experiment.
@@ -47,7 +47,7 @@ def model_card(
 
 
 def _scores(folder: Path, columns: list[str] | None) -> str:
-    """Return the section of test metrics; "" for a stage without a test."""
+    """Return the model card's section of test metrics; "" for a stage without a test."""
     try:
         test = read_evaluation(folder)["test"]
     except (FileNotFoundError, ValueError):

@@ -26,7 +26,8 @@ Test = Mapping[str, Any]  # "test" of an evaluation.json: metric -> {mean, low, 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A bound on a measurement. ``found`` is None if it could not be measured; the gate then fails."""
+    """A precondition of training: a measurement and its bounds. ``found`` is None if it could not be measured; the gate
+    then fails."""
 
     name: str  # for ALLOW=NAME
     title: str
@@ -49,7 +50,7 @@ class Gate:
 
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
-    """Gate on the share of groups (``size`` trajectories each) without any success."""
+    """Return the gate on the share of groups (``size`` trajectories each) without any success."""
     found = mean(start, f"pass/{size}")
     return Gate(
         "no_success",
@@ -63,7 +64,7 @@ def groups_gate(start: Test, size: int, least: float) -> Gate:
 
 
 def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teacher: Test, size: int) -> list[Gate]:
-    """Gates of SOD.
+    """Return the gates (preconditions) of the algorithm SOD, which distils from a teacher.
 
     Args:
         start: test of the student.
@@ -103,7 +104,8 @@ def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teache
 
 
 def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[Gate]:
-    """Gates of SDAR, from tests of the initial student without skills, with skills, and with other tasks' skills."""
+    """Return the gates (preconditions) of the algorithm SDAR, from tests of the initial student without skills (advice
+    texts), with skills, and with other tasks' skills."""
     without, average = mean(plain, f"average/{size}"), f"average/{size}"
     return [
         groups_gate(plain, size, 0.7),
@@ -124,7 +126,8 @@ def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[G
 
 
 def fork_gates(start: Test) -> list[Gate]:
-    """Gates of ARPO, from a test of the student with ``ForkOutcomes``."""
+    """Return the gates (preconditions) of the algorithm ARPO, from a test of the student with the callback
+    ``ForkOutcomes``."""
     return [
         Gate(
             "open", "tool results after which outcomes differ", of_enough(start, f"{FORKS}open"), 0.2, None,
@@ -142,12 +145,12 @@ def mean(test: Test, metric: str) -> float | None:
 
 
 def of_enough(test: Test, metric: str) -> float | None:
-    """Return the mean of a metric with at least ``FEWEST`` measurements, else None."""
+    """Return the mean of a test metric, or None if it has fewer than ``FEWEST`` measurements."""
     return mean(test, metric) if metric in test and test[metric]["n"] >= FEWEST else None
 
 
 def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
-    """Pair every turn of every trajectory with whether an earlier turn went wrong."""
+    """Return every turn of all trajectories, paired with whether an earlier turn of its trajectory went wrong."""
     return [
         (row, drifted)
         for rows in turns
@@ -156,7 +159,7 @@ def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
 
 
 def auc_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
-    """Return the AUC with which the log-ratio ``signed`` predicts whether a turn is correct, by the environment's
+    """Return the AUC with which the teacher's log-ratio predicts whether a turn is correct, by the environment's
     verdict, or without a verdict by the trajectory's success."""
     part = [row for row, after_error in placed if after_error is drifted]
     judged = [(row.signed, _is_good(row)) for row in part]
@@ -183,20 +186,22 @@ def weight_ratio(placed: Sequence[tuple[TurnScore, bool]]) -> float | None:
 
 
 def weight_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
-    """Return the mean weight over all turns except first turns, whose weight is 1 by definition."""
+    """Return the mean weight (in SOD's loss) over the clean or drifted turns. First turns are left out: their weight is
+    1 by definition."""
     weights = [row.weight for row, after_error in placed if after_error is drifted and row.turn > 1]
     return statistics.fmean(weights) if weights else None
 
 
 def variation(values: Sequence[float]) -> float | None:
-    """Coefficient of variation: standard deviation over mean."""
+    """Return the coefficient of variation (standard deviation over mean); None for fewer than two values or a mean of
+    0."""
     if len(values) < 2 or not statistics.fmean(values):
         return None
     return statistics.stdev(values) / statistics.fmean(values)
 
 
 def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
-    """Format the gates of every seed's initial model as Markdown."""
+    """Return a Markdown table of the gates (preconditions), measured on every seed's initial model."""
     first, *_ = of.values()
     rows = [
         [gate.name, gate.title, gate.expected, *(_found(gates[k]) for gates in of.values())]

@@ -11,8 +11,9 @@ DIGITS = string.digits + string.ascii_letters
 
 
 def packed(values: Sequence[float | None]) -> str:
-    """Pack values as ``numbers|codes``: the distinct numbers in ascending order, then each question's index into them
-    in base 62. All codes have the same number of digits; dashes mean None. Lossless.
+    """Pack values into a short text ``numbers|codes``, without loss. ``numbers``: the distinct numbers in ascending
+    order; ``codes``: each question's index into them in base 62. All codes have the same number of digits; dashes mean
+    None.
 
     >>> packed([0.0, 1.0, None, 0.5])
     '0.0 0.5 1.0|02-1'
@@ -29,7 +30,7 @@ def packed(values: Sequence[float | None]) -> str:
 
 
 def unpacked(text: str) -> np.ndarray:
-    """Return the values [questions] of a ``packed`` text; NaN for None."""
+    """Return the values [questions] in a text that ``packed`` wrote; NaN for None."""
     numbers, _, codes = text.partition("|")
     levels = np.array([*map(float, numbers.split()), np.nan])
     width = _width(len(levels) - 1)
@@ -49,8 +50,8 @@ def _width(numbers: int) -> int:
 
 
 def common_tables(runs: Sequence[Sequence[str]]) -> list[np.ndarray]:
-    """Return a table [runs, questions] of each measure, over the questions that have all measures in every run; an
-    empty list if a run has no measures.
+    """Return an array [runs, questions] for each measure, over the questions that have all measures in every run.
+    Returns [] if a run has no measures.
 
     Args:
         runs: the ``packed`` measures of each run.

@@ -25,8 +25,8 @@ RESULT_CURVES = (  # drawn besides those of the score, if a run has them
 
 
 def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | None = None) -> str:
-    """Format one line per stage: n and the chosen columns, scores with 95 % bootstrap intervals. A last line names the
-    test sets if they differ.
+    """Return the results table as text, one line per tested stage: n and the chosen columns, scores with 95 % bootstrap
+    intervals. A last line names the test sets if they differ.
 
     Args:
         rows: (label, stage folder or its evaluation.json), in the order to show.
@@ -61,8 +61,8 @@ def write_results(
     score: str | None = None,
     notes: str = "",
 ) -> list[Path]:
-    """Write the results page ``<experiment>.md``, its data ``<experiment>.json`` (``results_json``) and, for runs that
-    logged metrics, ``<experiment>_curves.png``. Returns their paths.
+    """Write the results page ``<experiment>.md``, its data ``<experiment>.json`` (``results_json``) and the curves.
+    Returns their paths. Without logged metrics, there is no ``<experiment>_curves.png``.
 
     Args:
         experiment: the experiment that the others are compared with; also the name of the files.
@@ -98,8 +98,9 @@ def write_results(
 
 
 def _write_curves(path: Path, runs: Sequence[Run], metrics: Sequence[str], methods: Sequence[str]) -> pl.DataFrame:
-    """Draw the curves of logged runs; return their ``compare.history_frame``, empty (and no file) if no run logged any
-    of the metrics. ``metrics[0]`` is logged by reinforcement learning."""
+    """Draw the training curves of runs into a file, and return the drawn metrics as ``compare.history_frame``. The
+    table is empty (and there is no file) if no run logged any of the metrics. ``metrics[0]`` is logged by reinforcement
+    learning."""
     history = history_frame({run.folder: run.method for run in runs}, metrics)
     if not len(history):
         return history

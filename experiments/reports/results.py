@@ -28,7 +28,7 @@ from experiments.reports.tested_on import tested_on
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished stage on a results page."""
+    """A finished stage (one method and seed) on a results page."""
 
     experiment: str
     method: str  # its name in tables
@@ -43,8 +43,8 @@ class Run:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """Read a mapping with name, label, seed, folder, seconds, command, commit, and optionally sampled, fixed_seed,
-        group."""
+        """Return a ``Run`` from a mapping with name, label, seed, folder, seconds, command, commit, and optionally
+        sampled, fixed_seed, group."""
         return cls(
             experiment=row["name"], method=row["label"], seed=row["seed"], folder=Path(row["folder"]),
             seconds=row["seconds"], command=row["command"], commit=row["commit"],
@@ -54,7 +54,7 @@ class Run:
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Read ``evaluation.json`` of a tested stage; ``path`` is the file or the stage's folder.
+    """Return the content of a tested stage's ``evaluation.json``. ``path`` is the file or the stage's folder.
 
     Raises:
         FileNotFoundError: no such file. ValueError: it contains no test.
@@ -70,21 +70,21 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def read_training(folder: Path) -> dict[str, Any] | None:
-    """Read ``training.json`` of a stage, or None for stages without rollouts and for older runs."""
+    """Return the content of a stage's ``training.json``, or None for stages without rollouts and for older runs."""
     path = Path(folder) / TRAINING_FILE
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def question_frame(folder: Path) -> pl.DataFrame:
-    """Return the rows of a stage's test, without diagnostic prompts and infrastructure failures. Older files lack some
-    columns."""
+    """Return the rows of a stage's test as a table, without diagnostic prompts and infrastructure failures. Older files
+    lack some columns."""
     frame = pl.read_parquet(Path(folder) / "evaluation" / "test.parquet")
     return frame.filter((pl.col("prompt_mode") == AGENT) & ~pl.col("failed"))
 
 
 def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
-    """Map question ids to the mean of a column over the question's attempts, without rows that lack a value; empty if
-    the file lacks the column."""
+    """Return each test question's mean of a column over its attempts, by question id, without rows that lack a value.
+    Returns {} if the file lacks the column."""
     frame = question_frame(folder)
     if column not in frame.columns:
         return {}
@@ -93,8 +93,8 @@ def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
 
 
 def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Sum the given columns per question, over the attempts that have a value in every column. Empty if a column is
-    missing."""
+    """Return each test question's sums of the given columns, by question id, over the attempts that have a value in
+    every column. Returns {} if a column is missing."""
     frame = question_frame(folder)
     if not set(columns) <= set(frame.columns):
         return {}
@@ -103,8 +103,9 @@ def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float
 
 
 def measures(folder: Path, column: Column) -> list[dict[str, float]]:
-    """Return the numbers by question id behind a column over several runs: means, the two sums of a
-    ratio, or a metric of several attempts (for ``average_of_sets`` with each question's set). Empty without them."""
+    """Return one run's numbers by question id, from which a results column is pooled over several runs. They are means,
+    the two sums of a ratio, or a metric of several attempts (for ``average_of_sets`` with each question's set). Returns
+    [] without them."""
     if len(column.rows) == 1:
         found = [question_scores(folder, column.rows[0])]
     elif len(column.rows) == 2:
@@ -122,8 +123,8 @@ def measures(folder: Path, column: Column) -> list[dict[str, float]]:
 
 
 def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds: bool) -> PairedDifference | None:
-    """Bootstrap the difference a - b of ``score_values`` over seeds and the questions that all answered; over questions
-    alone for one seed each. Returns None without a common question."""
+    """Return the bootstrapped difference a - b between the scores of two methods (``score_values``). Resamples seeds
+    and the questions that all answered; questions alone for one seed each. Returns None without a common question."""
     tables = common_tables([*a, *b]) if a and b else []
     if not (tables and tables[0].size):
         return None
@@ -131,14 +132,15 @@ def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds
 
 
 def score_values(objects: Sequence[Mapping[str, Any]], score: Score, *, sampled: bool = False) -> list[list[str]]:
-    """Return the packed scores of each run's questions; empty if ``sampled`` and a run has no test at temperature 1."""
+    """Return the scores of each run's questions as ``packed`` texts. Returns [] if ``sampled`` and a run has no test at
+    temperature 1."""
     if not sampled:
         return [o["questions"].get(score.column, []) for o in objects]
     return [o["sampled"]["questions"] for o in objects] if all(o["sampled"] for o in objects) else []
 
 
 def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column) -> dict[str, Any] | None:
-    """Pool a column over the runs (seeds) of one method, from their ``results_json``.
+    """Return a table cell: one results column pooled over the runs (seeds) of a method, from their ``results_json``.
 
     With values by question the interval is over seeds and common questions, or over questions alone for metrics of
     several attempts. Otherwise returns a single run's value, or the mean of the runs' values. Returns None unless every
@@ -159,7 +161,8 @@ def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column)
 
 
 def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Bootstrap a metric of several attempts from each question's mean over runs, within each set of questions."""
+    """Return the bootstrapped mean and interval of a metric of several attempts, from each question's mean over runs,
+    within each set of questions."""
     means = tables[0].mean(axis=0)
     if len(tables) == 1:
         return bootstrap_interval(means).as_json()
@@ -168,7 +171,7 @@ def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Average the seeds' means, without an interval, or None unless every seed has one."""
+    """Return the mean of the seeds' means, without an interval, or None unless every seed has one."""
     present = [f for f in values if f is not None and f["n"]]
     if len(present) < len(values):
         return None
@@ -176,7 +179,7 @@ def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str = "em") -> list[dict[str, Any]]:
-    """Return one object per method and seed.
+    """Return the data of a results page: one object per method and seed.
 
     - ``metric``: name of the score; n questions, attempts per question, trials (scored attempts), k correct ones, mean
       (k / trials if all questions have as many attempts), low, high; null if not measured

@@ -31,13 +31,14 @@ DIFFERENCE_NOTE = (
 
 
 def number_text(value: float) -> str:
-    """Format a number with three decimals, or fewer if it is large: ``0.412``, ``265.1``, ``15,360``."""
+    """Return a number as text with three decimals, or fewer if it is large: ``0.412``, ``265.1``, ``15,360``."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
 def metric_text(metric: Mapping[str, Any] | None, with_interval: bool) -> str:
-    """Format a metric as ``0.412 [0.371, 0.453]``, without interval if it has none; "-" if it was not measured."""
+    """Return a metric as text, such as ``0.412 [0.371, 0.453]``, without interval if it has none; "-" if it was not
+    measured."""
     if metric is None or not metric["n"]:
         return "-"
     text = number_text(metric["mean"])
@@ -56,7 +57,7 @@ def results_page(
     notes: str,
     history: pl.DataFrame,
 ) -> str:
-    """Format the page about ``method`` and the methods that it is compared with.
+    """Return the Markdown text of the results page about ``method`` and the methods that it is compared with.
 
     Args:
         experiment: name of the page and its files.
@@ -107,7 +108,7 @@ def _ungrouped(result: Result) -> str:
 
 
 def provenance(objects: Sequence[Result]) -> str:
-    """Say which commits the rows (``results_json``) come from.
+    """Return a sentence that says which commits the rows (``results_json``) come from.
 
     >>> provenance([{"commit": "abc"}, {"commit": "abc"}])
     'All rows come from commit `abc`.'
@@ -125,7 +126,7 @@ def provenance(objects: Sequence[Result]) -> str:
 
 
 def seeds_note(seeds: Mapping[str, int]) -> str:
-    """Say which methods have too few seeds to be ranked.
+    """Return a sentence that names the methods with too few seeds to be ranked; "" if all have enough.
 
     >>> seeds_note({"DGPO": 5, "KD": 3})
     '**Fewer than 5 seeds: KD (3). Nothing here ranks them.**'
@@ -158,7 +159,7 @@ def _method_table(of: Mapping[str, Sequence[Result]], columns: Mapping[str, Colu
 
 
 def _source_table(of: Mapping[str, Sequence[Result]]) -> str:
-    """Format the score by data set; "-" if a seed was not tested on it."""
+    """Return a Markdown table of the score by method and data set; "-" if a seed was not tested on it."""
     sources = sorted({source for results in of.values() for result in results for source in result["sources"]})
     rows = [
         [method, *(metric_text(mean_metric([r["sources"].get(source) for r in results]), False) for source in sources)]
@@ -168,7 +169,8 @@ def _source_table(of: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _seed_table(objects: Sequence[Result], columns: Mapping[str, Column], score: Score) -> str:
-    """Format every seed's score and the columns that are not default ones."""
+    """Return a Markdown table with a row for every method and seed: its score, and the columns that are not default
+    ones."""
     others = {name: c for name, c in columns.items() if name not in (*DEFAULT, score.column)}
     sampled = any(o["sampled"] for o in objects)
     rows = [
@@ -186,13 +188,13 @@ def _seed_table(objects: Sequence[Result], columns: Mapping[str, Column], score:
 
 
 def short_commit(commit: str) -> str:
-    """Shorten a commit to ``5577e62``, or ``5577e62+`` if the working tree had changes."""
+    """Return a commit's short name, such as ``5577e62``, or ``5577e62+`` if the working tree had changes."""
     name, _, changes = commit.partition("+")
     return name[:7] + ("+" if changes else "")
 
 
 def _speed_table(methods: Iterable[str], history: pl.DataFrame, metric: str) -> str:
-    """Format the area under each method's validation curve; "" if no method was validated twice."""
+    """Return a Markdown table of the area under each method's validation curve; "" if no method was validated twice."""
     value = pl.col("value")
     seeds = history.filter(pl.col("metric") == metric).group_by("run", "run_id").agg(value.mean(), pl.len())
     rows = []
@@ -236,7 +238,8 @@ def _difference_table(of: Mapping[str, Sequence[Result]], about: Result, score: 
 def _pairs(
     mine: Sequence[Result], others: Sequence[Result]
 ) -> Iterator[tuple[str, Sequence[Result], Sequence[Result], bool]]:
-    """Yield (seed, runs, the other method's runs, whether runs are paired by seed) for each comparison."""
+    """Yield the runs of two methods to compare: for each common seed, then for all together. Each item is (seed, runs,
+    the other method's runs, whether runs are paired by seed)."""
     if all(other["fixed_seed"] for other in others):  # one model for all seeds, such as a cold start
         others = [{**others[0], "seed": run["seed"]} for run in mine]
     theirs = {run["seed"]: run for run in others}

@@ -60,7 +60,7 @@ GATES_WORDS = (
 
 
 def turns_section(runs: Sequence[Run]) -> str:
-    """Return tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
+    """Return Markdown tables of divergence, weight and teacher entropy by turn; "" if no run has recorded them.
 
     Args:
         runs: in the order of the page; all seeds of a method are pooled.
@@ -110,7 +110,8 @@ def turns_section(runs: Sequence[Run]) -> str:
 
 
 def gates_section(runs: Sequence[Run]) -> str:
-    """Return tables of the gap and of the share of tokens that a self-teacher endorsed; "" if no run has logged gates.
+    """Return Markdown tables of the gap (teacher's minus student's log-probs) and of the share of tokens that a
+    self-teacher endorsed. Returns "" if no run has logged gates.
 
     Args:
         runs: in the order of the page; metrics are means over the seeds of a method.
@@ -139,7 +140,8 @@ def gates_section(runs: Sequence[Run]) -> str:
 
 
 def gate_history(runs: Sequence[Run]) -> dict[str, pl.DataFrame]:
-    """Map each method with gates to a table of step, metric, value (mean over the method's seeds)."""
+    """Return, for each method with gates (token weights), a table of step, metric, value (mean over the method's
+    seeds)."""
     metrics = [name + end for name in (ACTIVE, GAP) for end in ("", *(f"/{place}" for place in PLACES.values()))]
     methods = {run.folder: run.method for run in runs}
     history = history_frame(methods, metrics)
@@ -149,14 +151,14 @@ def gate_history(runs: Sequence[Run]) -> dict[str, pl.DataFrame]:
 
 
 def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | None:
-    """Average a metric over its first or last iterations, or None if it was never logged."""
+    """Return the mean of a metric over its first or last iterations, or None if it was never logged."""
     values = history.filter(pl.col("metric") == metric).sort("step")["value"]
     kept = values.tail(TAIL) if last else values.head(TAIL)
     return None if kept.is_empty() else float(kept.mean())  # type: ignore[arg-type]
 
 
 def discriminates(history: pl.DataFrame) -> bool:
-    """Whether gates differ between tokens. Without a gate, or at beta 0, all gates are equal."""
+    """Return whether gates (token weights) differ between tokens. Without a gate, or at beta 0, all gates are equal."""
     shares = history.filter(pl.col("metric") == ACTIVE)["value"]
     return bool(((shares > 0) & (shares < 1)).any())
 

@@ -19,8 +19,8 @@ MOST = 8  # rows of a set that are listed
 
 
 def tested_on(folder: Path) -> str | None:
-    """Return the test set as ``gsm8k (40 questions, 3f2a1c)``; equal texts mean the same questions. The digest covers
-    question ids and test files; returns None for a stage without a test."""
+    """Return a stage's test set as text, such as ``gsm8k (40 questions, 3f2a1c)``; None for a stage without a test.
+    Equal texts mean the same questions: the digest covers question ids and test files."""
     table, config = folder / "evaluation" / "test.parquet", folder / "config.yaml"
     if not table.is_file():
         return None
@@ -43,7 +43,7 @@ def tested_on(folder: Path) -> str | None:
 
 
 def differing(rows: Iterable[tuple[str, str | None]]) -> str:
-    """List the rows of each test set in one line; "" unless at least two rows differ.
+    """Return a warning that lists the table rows of each test set, in one line; "" unless at least two rows differ.
 
     Args:
         rows: label, and test set as text.

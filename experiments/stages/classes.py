@@ -19,7 +19,7 @@ RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly", "Step
 
 
 def import_class(class_path: str, where: str) -> Any:
-    """Import the class or function of a ``class_path``.
+    """Import and return the class or function that a ``class_path`` of a configuration names.
 
     Raises:
         ExperimentError: unknown module or name, or a package that is not installed.
@@ -44,7 +44,7 @@ def import_class(class_path: str, where: str) -> Any:
 
 
 def _elsewhere(name: str) -> str:
-    """Return a hint with the full path of the project's class of this name, or an empty text."""
+    """Return a hint with the full path of this project's class called ``name``, or "" if no such class exists."""
     defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
     for package in OURS:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -54,7 +54,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _modules_beside(module_name: str) -> list[str]:
-    """List all modules of the same top-level package."""
+    """Return the names of all modules in the top-level package of ``module_name``; [] if it cannot be imported."""
     package = module_name.partition(".")[0]
     try:
         folders = [Path(folder) for folder in importlib.import_module(package).__path__]
@@ -65,14 +65,15 @@ def _modules_beside(module_name: str) -> list[str]:
 
 
 def plays_episodes(config: Config) -> bool:
-    """Whether the environment scores its own episodes, so that its tasks need no golden answer."""
+    """Return whether the environment scores its own episodes, so that its tasks need no golden answer."""
     environment = ((data_arguments(config).get("rollouts") or {}).get("init_args") or {}).get("environment") or {}
     path = environment.get("class_path")
     return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
 
 
 def unwritten(target: Any) -> list[str]:
-    """List the abstract methods that a class does not implement. Lightning modules have no ABCMeta that would check."""
+    """Return the abstract methods that a class does not implement, as text for a message. Lightning modules have no
+    ABCMeta that would check."""
     if not inspect.isclass(target):
         return []
     static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
@@ -80,8 +81,8 @@ def unwritten(target: Any) -> list[str]:
 
 
 def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
-    """Find a parameter of a class's constructor, also in its base classes. Returns the parameter and its annotation,
-    (None, Any) if it is unknown."""
+    """Return a parameter of a class's constructor or of its base classes', with its type annotation. Returns (None,
+    Any) if the parameter is unknown."""
     for function in constructors(target):
         try:
             parameter = inspect.signature(function).parameters.get(name)
@@ -94,7 +95,8 @@ def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]
 
 
 def required_arguments(target: Any) -> list[str]:
-    """List the required arguments of the class's own constructor. The class may pass those of its bases itself."""
+    """Return the names of the arguments without default in the class's own constructor. The class may pass those of its
+    bases itself."""
     try:
         parameters = inspect.signature(constructors(target)[0]).parameters.values()
     except (TypeError, ValueError, IndexError):
@@ -104,7 +106,8 @@ def required_arguments(target: Any) -> list[str]:
 
 
 def argument_names(target: Any) -> list[str] | None:
-    """List the arguments that a class takes, following ``**kwargs`` to its bases, or return None."""
+    """Return the names of all arguments that a class accepts, following ``**kwargs`` to its bases; None if they are
+    unknown."""
     names: list[str] = []
     for function in constructors(target):
         try:

@@ -19,7 +19,7 @@ STOPPED = 75  # EX_TEMPFAIL: stopped on request with a checkpoint; the same comm
 
 
 class StageFailed(Exception):
-    """The process of a stage failed and has printed why."""
+    """Raised if the process of a stage (one training run, test or task) failed. The process has printed why."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class StageFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """This machine, one of several that run the stages by the same command (``LAUNCH=torchrun``)."""
+    """This machine, as one of several that run the same command (``LAUNCH=torchrun``)."""
 
     count: int
     rank: int
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Position of a stage among the stages that a command runs, and the durations of those stages in earlier runs."""
+    """The position of a stage among the stages that a command runs, and how long these stages took in earlier runs."""
 
     number: int = 1  # of this stage, from 1
     total: int = 1
@@ -50,7 +50,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The user's request. Results and hints name its command."""
+    """The user's command: experiment, overrides, seed and options. Results and hints quote it."""
 
     project: Project
     target: str
@@ -67,11 +67,11 @@ class RunContext:
 
     @property
     def is_main_node(self) -> bool:
-        """Whether this is node 0 (or the only node), which leads the stages; the other nodes join."""
+        """Whether this machine is node 0 (or the only node), which runs the stages; the other nodes join."""
         return self.node is None or self.node.rank == 0
 
     def command(self, verb: str | None = None, /, **variables: object) -> str:
-        """Return the make command of this request, or of another make target for the same run."""
+        """Return the ``make`` command that the user typed, or a command with another make target for the same run."""
         given: dict[str, object] = {"EXP": self.target}
         if verb is None:
             given |= {name: value for name, _, value in (word.partition("=") for word in self.variables)}
@@ -82,12 +82,13 @@ class RunContext:
         return make_command(verb or self.verb, given | variables, self.arguments)
 
     def elsewhere(self, verb: str, **variables: object) -> str:
-        """Return the make command of a target that needs no experiment, with the same outputs folder."""
+        """Return the ``make`` command of a target that needs no experiment, such as ``ui``, with the same output
+        folder."""
         return make_command(verb, variables, [word for word in self.arguments if word.startswith("--paths.outputs=")])
 
     def on_all_nodes(self, **variables: object) -> str:
-        """Return the make command of this request. On several nodes it has the address of node 0, and says what the
-        other nodes add."""
+        """Return the ``make`` command to type on every node for this run. On several nodes it has the address of node
+        0, and says what the other nodes add."""
         if self.node is None or self.node.count == 1:
             return self.command(**variables)
         port = {} if self.node.port == DEFAULT_PORT else {"MASTER_PORT": self.node.port}
@@ -96,7 +97,8 @@ class RunContext:
         return f"{self.command(MASTER_ADDR=self.node.address, **port, **variables)} (and with {others})"
 
     def for_stage(self, stage: Stage) -> RunContext:
-        """Return the context of a command for ``stage``, with the overrides of it and of the stages it depends on."""
+        """Return the context of a command that runs ``stage`` alone, with the overrides of it and of the stages it
+        depends on."""
         given, names = overrides.parse(self.arguments), {other.name for other in closure([stage])} - {stage.name}
         own = given.for_stage(stage.name, is_target=stage.name == self.target)
         kept = ("LAUNCH=", "ALLOW=") if stage.name == self.target else ("LAUNCH=",)
@@ -108,7 +110,7 @@ class RunContext:
         return replace(self, target=stage.name, compare=False, verb="train", **changed)
 
     def resume_command(self, resume: bool = True) -> str:
-        """Return the make command that continues after a failure.
+        """Return the ``make`` command that continues this run after a failure.
 
         Args:
             resume: whether something was saved to continue from.
@@ -120,6 +122,6 @@ class RunContext:
         return self.on_all_nodes(**({"RESUME": "last"} if resume else {}))
 
     def flags(self) -> list[str]:
-        """Return the request as arguments of ``python -m experiments``."""
+        """Return the user's command as arguments of ``python -m experiments``, without the command's name."""
         seed = ["--seed", str(self.seed)] if self.seed is not None else []
         return [self.target, *seed, *(["--compare"] if self.compare else []), *self.arguments]

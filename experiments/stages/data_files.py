@@ -39,7 +39,8 @@ PARTS: dict[str, Part] = {"train_files": "train", "files": "train", "val_files":
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file as a stage reads it. ``notes`` are the reader's warnings, such as rows that it leaves out."""
+    """A data file as a stage reads it: its path, number of rows, and questions. ``notes``: the reader's warnings, such
+    as rows that it leaves out."""
 
     reference: str  # a path, or name:path for an evaluation set
     what: str  # "questions" or "traces"
@@ -53,8 +54,8 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class PartOfData:
-    """The questions that a stage trains, validates or tests on, from all files of that part. ``notes`` count the
-    questions that are left out."""
+    """The questions of one part of a stage's data (train, val or test), from all files of that part. ``notes`` count
+    the questions that are left out."""
 
     part: Part
     tasks: Sequence[Task] = field(repr=False)
@@ -63,20 +64,22 @@ class PartOfData:
 
 @dataclass(frozen=True, slots=True)
 class DataOfStages:
-    """The data that stages read and that no stage makes. The keys of ``parts`` are names of stages."""
+    """All data files that stages read and that the user provides, with their questions and faults. The keys of
+    ``parts`` are names of stages."""
 
     files: list[DataFile] = field(default_factory=list)
     parts: dict[str, list[PartOfData]] = field(default_factory=dict)
     faults: dict[str, None] = field(default_factory=dict)  # messages, each once
 
     def lines(self, quiet: bool = False) -> list[str]:
-        """Return lines for the screen. ``quiet``: only lines about rows that are left out."""
+        """Return lines of text about the data files. ``quiet``: only lines about rows that are left out."""
         notes = (note for parts in self.parts.values() for part in parts for note in part.notes)
         return [*(str(file) for file in self.files if file.notes or not quiet), *dict.fromkeys(notes)]
 
 
 def check_data_files(stages: Sequence[Stage], root: Path, count: bool = True) -> DataOfStages:
-    """Read the existing data files. Raises ExperimentError with the faults of all files."""
+    """Read the existing data files of stages, and return their questions. Raises ExperimentError with the faults of all
+    files."""
     found = read_data_files(stages, root, count=count)
     if found.faults:
         raise ExperimentError("\n  ".join(["data files cannot be used:", *found.faults]))
@@ -84,7 +87,7 @@ def check_data_files(stages: Sequence[Stage], root: Path, count: bool = True) ->
 
 
 def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, count: bool = True) -> DataOfStages:
-    """Read the data files of the stages.
+    """Read the data files of stages, and return their questions and faults.
 
     Args:
         absent: treat a missing file, tokenizer or bank of skills as a fault.
@@ -124,7 +127,8 @@ def read_data_files(stages: Sequence[Stage], root: Path, absent: bool = False, c
 def _parts(
     stage: Stage, files: Mapping[str, DataFile | None], absent: bool, count: bool, faults: dict[str, None]
 ) -> Iterator[PartOfData]:
-    """Yield the parts whose files all exist, with the questions that the stage will select."""
+    """Yield the questions of each part of a stage's data (train, val, test) whose files all exist, as the stage will
+    select them."""
     from data_modules.datasets.files import DatasetError
     from data_modules.datasets.questions import unique
 
@@ -154,7 +158,7 @@ def _parts(
 
 
 class PromptWriters:
-    """Makes the writers of a stage's first prompts from its configuration, without engine and environment."""
+    """Creates the objects that write a stage's first prompts, from its configuration. Needs no engine."""
 
     def __init__(self, stage: Stage) -> None:
         self._name, self._arguments = stage.name, data_arguments(stage.config)
@@ -162,8 +166,8 @@ class PromptWriters:
         self._made: dict[str, Any] = {}
 
     def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
-        """Return the object that writes the first prompts for a split of the data, or None if the stage has no
-        rollouts.
+        """Return the object that writes the first prompts for a part of the data (train, val or test); None if the
+        stage has no rollouts.
 
         Args:
             required: if false, return None for a missing tokenizer folder, or for skills that cannot be made yet.
@@ -206,7 +210,7 @@ class PromptWriters:
 
 
 def references(stage: Stage) -> list[str]:
-    """List the data files of a stage, each once, as its configuration names them."""
+    """Return the data files that a stage's configuration names, each once, as paths or ``name:path``."""
     arguments = data_arguments(stage.config)
     given = [arguments.get(key) or () for key in QUESTION_FILES]
     return list(dict.fromkeys(path for paths in given for path in _listed(paths)))
@@ -217,7 +221,7 @@ def _listed(paths: Any) -> list[str]:
 
 
 def reader_options(stage: Stage) -> dict[str, Any]:
-    """Return the options of a stage that change how a file is read."""
+    """Return the options of a stage that change how its data files are read."""
     arguments = data_arguments(stage.config)
     if _reads_traces(stage):
         return {"reader": _part(stage)["class_path"]}
@@ -229,7 +233,8 @@ def reader_options(stage: Stage) -> dict[str, Any]:
 
 
 def read(stage: Stage, reference: str) -> DataFile:
-    """Read one file as the stage will. Raises ValueError (DatasetError) with the faults."""
+    """Read one data file with the reader of a stage, and return it as a ``DataFile``. Raises ValueError (DatasetError)
+    with the faults."""
     from data_modules.datasets.questions import load_tasks
 
     with _warnings() as notes:
@@ -246,8 +251,8 @@ def read(stage: Stage, reference: str) -> DataFile:
 
 
 def loading(config: Config) -> QuestionLoading:
-    """Construct the ``QuestionLoading`` that a configuration describes. ``reader_options`` returns the options of its
-    reader."""
+    """Return the ``QuestionLoading`` that a configuration describes, which selects and rewords questions.
+    ``reader_options`` returns the options of its reader."""
     from data_modules.datasets.splits import Splits
     from data_modules.loading.question_loading import QuestionLoading
 
@@ -268,7 +273,7 @@ def _reads_traces(stage: Stage) -> bool:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings of readers and keep them from the screen."""
+    """Context manager that collects the warnings of data readers in a list, instead of printing them."""
     notes: list[str] = []
     logger, handler = logging.getLogger("data_modules"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ MARK = re.compile(r"@stage:([^@]*)@")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """An input that the user provides: a folder of weights, a data set, an index."""
+    """An input file or folder that the user provides: weights, a data set or an index."""
 
     path: str
     how: str
@@ -38,7 +38,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One resolved experiment: its configuration, its folder, its dependencies."""
+    """One resolved experiment (a training run, test or task): its configuration, output folder and dependencies."""
 
     name: str
     kind: str
@@ -57,7 +57,8 @@ class Stage:
 
 
 class Graph:
-    """Resolves experiments into stages. Experiments that refer to the same name share its stage.
+    """Resolves an experiment and the experiments it depends on into stages. Experiments that refer to the same name
+    share its stage.
 
     Args:
         project: folders of experiment files and of outputs.
@@ -94,7 +95,7 @@ class Graph:
         return stage
 
     def plan(self, *, compare: bool) -> list[Stage]:
-        """Return the target after its dependencies.
+        """Return the stages to run for the target experiment, each after its dependencies.
 
         Args:
             compare: include the stages that the target is compared with.
@@ -103,11 +104,12 @@ class Graph:
         return closure([target, *(self.compared(target) if compare else [])])
 
     def compared(self, stage: Stage) -> list[Stage]:
-        """Return the stages that the closing table shows beside ``stage``."""
+        """Return the stages that the results table shows beside ``stage`` (its option ``experiment.compare``)."""
         return [self.stage(name) for name in stage.config["experiment"].get("compare") or []]
 
     def stage(self, name: str, _chain: tuple[str, ...] = ()) -> Stage:
-        """Return the stage of an experiment. Raises ExperimentError for an unknown name or a circle of stages."""
+        """Return the stage of an experiment, resolved once. Raises ExperimentError for an unknown name or a circle of
+        stages."""
         if name in _chain:
             raise ExperimentError(f"the stages run in a circle: {' -> '.join((*_chain, name))}")
         if name not in self._stages:
@@ -154,7 +156,8 @@ class Graph:
 
 
 def _marked(value: Any, replacement: Callable[[str], str]) -> Any:
-    """Replace every mark of a stage in ``value``. The stage's own mark has no name."""
+    """Return ``value`` with the placeholder of every stage's folder replaced. The placeholder of the own stage has no
+    name."""
     if isinstance(value, dict):
         return {key: _marked(inner, replacement) for key, inner in value.items()}
     if isinstance(value, list):
@@ -163,7 +166,8 @@ def _marked(value: Any, replacement: Callable[[str], str]) -> Any:
 
 
 def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
-    """Read ``experiment.needs``, a mapping from any name to the fields of ``Need``."""
+    """Return the inputs that the user provides, from ``experiment.needs``: a mapping from any name to the fields of
+    ``Need``."""
     needs = []
     for title, entry in (config["experiment"].get("needs") or {}).items():
         if entry is None:
@@ -179,7 +183,7 @@ def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
 
 
 def closure(stages: Sequence[Stage]) -> list[Stage]:
-    """Return the stages and their dependencies, each once and after its own dependencies."""
+    """Return the stages and all stages they depend on, each once and after its own dependencies."""
     ordered: dict[str, Stage] = {}
 
     def visit(stage: Stage) -> None:
@@ -207,14 +211,14 @@ def strings(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def require_files(stages: Sequence[Stage], root: Path) -> None:
-    """Raise ExperimentError for the first stage with missing files (see ``missing_files``)."""
+    """Raise ExperimentError for the first stage whose input files are missing (see ``missing_files``)."""
     for stage in stages:
         if missing := missing_files(stage, root):
             raise ExperimentError(f"experiment '{stage.name}': {'; '.join(missing)}")
 
 
 def _model_fault(text: str, key: str, root: Path) -> str | None:
-    """Say why ``text`` names no model, or return None for a folder, or owner/name on the hub."""
+    """Return why ``text`` names no model, or None if it is a model folder or a Hugging Face name (owner/name)."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     wanted = "give a Hugging Face folder, or owner/name of the hub"
@@ -233,7 +237,7 @@ def _model_fault(text: str, key: str, root: Path) -> str | None:
 
 
 def missing_files(stage: Stage, root: Path) -> list[str]:
-    """Return a line for each missing input file that no stage will make, with the first option that names it.
+    """Return a message for each missing input file that no stage will make, with the first option that names the file.
 
     ``Stage.needs`` reports the files of ``experiment.needs``.
     """

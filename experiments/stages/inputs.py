@@ -23,8 +23,8 @@ CONTEXTS = {
 
 
 def dataset_inputs(config: Mapping[str, Any], outputs: Path) -> Iterator[DatasetInput]:
-    """Yield the files of ``data``, also those in its folders. Leaves out a missing or unreadable file, which the data
-    module reports. The digest is the beginning of the file's SHA-256, as in the stage's key.
+    """Yield a stage's data files as MLflow dataset inputs (name, digest, number of rows). Skips a missing or unreadable
+    file, which the data module reports. The digest is the beginning of the file's SHA-256, as in the stage's key.
 
     Args:
         config: resolved configuration of a fit or a test.
@@ -73,7 +73,8 @@ def _rows(path: Path) -> int:
 
 
 def dataset_name(path: Path, outputs: Path) -> str:
-    """Return ``world_tiny/test.parquet`` for a stage's file, else the file's name with its folder."""
+    """Return a short name for a data file, such as ``world_tiny/test.parquet``: its stage or its folder, and its file
+    name."""
     if path.is_relative_to(outputs):
         stage, _, *rest = path.relative_to(outputs).parts
         return "/".join([stage, *rest])

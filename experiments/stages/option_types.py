@@ -35,7 +35,7 @@ Import = Callable[[str], Any]
 
 
 def misfit(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """Explain why ``value`` does not fit an annotation, or return None if it fits or the annotation is unknown.
+    """Return why an option's value does not fit its type annotation, or None if it fits or the annotation is unknown.
 
     Compares only the class path of an object. The caller checks the arguments of the object.
 
@@ -52,7 +52,7 @@ def misfit(value: Any, hint: Any, path: str, load: Import) -> str | None:
 
 
 def describe(hint: Any) -> str:
-    """Describe the values that an annotation takes.
+    """Return in words which values a type annotation accepts.
 
     >>> describe(int | None)
     'a whole number or null'
@@ -81,12 +81,13 @@ def describe(hint: Any) -> str:
 
 
 def takes_null(hint: Any) -> bool:
-    """Whether an annotation allows null."""
+    """Return whether a type annotation allows null."""
     return hint is Any or any(member in (None, type(None), Any) for member in _members(hint) if member.__hash__)
 
 
 def built_from(value: Any, hint: Any) -> type | None:
-    """Return the class whose arguments a mapping without ``class_path`` holds, or None for another value."""
+    """Return the class that a mapping without ``class_path`` configures, from the option's annotation; None for other
+    values."""
     if not isinstance(value, Mapping) or "class_path" in value:
         return None
     kinds = (m for m in _members(hint) if inspect.isclass(m) and m not in (*WORDS, Any, object))
@@ -94,7 +95,7 @@ def built_from(value: Any, hint: Any) -> type | None:
 
 
 def names_class(value: Any, hint: Any) -> bool:
-    """Whether text is the class path of an object without arguments."""
+    """Return whether an option's text is the class path of an object without arguments."""
     if not isinstance(value, str) or "." not in value:
         return False
     members = _members(hint)
@@ -109,7 +110,7 @@ def _shown(value: Any) -> str:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a Union with aliases resolved, null last."""
+    """Return the members of a Union annotation with aliases resolved, null last; other annotations alone."""
     hint = getattr(hint, "__value__", hint)  # of an alias with a name
     if typing.get_origin(hint) in (Union, types.UnionType):
         found = [member for part in typing.get_args(hint) for member in _members(part)]
@@ -118,7 +119,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _misfit_of_member(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """Explain a misfit to an annotation other than a Union. A fault of a part begins with the part's path."""
+    """Return why a value does not fit an annotation other than a Union, or None. A fault of a part begins with the
+    part's path."""
     if hint is Any:
         return None
     plain = f"'{path}' is {_shown(value)}"
@@ -154,7 +156,8 @@ def _misfit_of_list(value: Any, hint: Any, path: str, load: Import) -> str | Non
 
 
 def _misfit_of_object(value: Any, hint: Any, path: str, load: Import) -> str | None:
-    """Explain a misfit of an object: a mapping with a class path, a class path alone, or the arguments of the class."""
+    """Return why a value does not configure an object of the class ``hint``, or None if it does. The value may be a
+    mapping with a class path, a class path alone, or the arguments of the class."""
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and "class_path" not in value:
         return None if not _typehints.is_protocol(hint) else f"'{path}' is {_shown(value)}"
@@ -178,8 +181,8 @@ def _names_of_subclasses(kind: type) -> set[str]:
 
 
 def _misfit_of_scalar(value: Any, hint: Any, plain: str) -> str | None:
-    """Explain a misfit of a bool or a number, which may be text in YAML's form. The message of a range's own validator
-    replaces its bounds."""
+    """Return why a value is not the expected bool or number, or None if it is; text is parsed as YAML. The message of a
+    range's own validator replaces its bounds."""
     value = read(value)
     if isinstance(value, bool) or hint is bool:
         return None if hint is bool and isinstance(value, bool) else plain
@@ -195,7 +198,7 @@ def _misfit_of_scalar(value: Any, hint: Any, plain: str) -> str | None:
 
 
 def read(value: Any) -> Any:
-    """Parse text as YAML. Return other values unchanged."""
+    """Parse text as YAML and return the value. Return other values, and text that is not YAML, unchanged."""
     try:
         return parse_yaml(value) if isinstance(value, str) else value
     except yaml.YAMLError:
@@ -204,7 +207,7 @@ def read(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def adapter(hint: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator for a type annotation."""
+    """Return pydantic's validator for a type annotation, built once."""
     return TypeAdapter(hint)
 
 
@@ -213,7 +216,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def _is_fixed(hint: Any) -> bool:
-    """Whether each member of a list has its own annotation (``tuple[float, int]``)."""
+    """Return whether an annotation gives each member of a list its own type (``tuple[float, int]``)."""
     arguments = typing.get_args(hint)
     return typing.get_origin(hint) is tuple and bool(arguments) and Ellipsis not in arguments
 

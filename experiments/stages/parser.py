@@ -23,7 +23,7 @@ CLI_KEYS = ("seed_everything", "trainer", "model", "data")
 
 @contextmanager
 def refusals(where: str) -> Iterator[None]:
-    """Turn the error of a constructor or a check into an ExperimentError."""
+    """Context manager that turns the error of a constructor or a check into an ExperimentError."""
     try:
         yield
     except ExperimentError:
@@ -33,7 +33,8 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def instantiate(config: Config, name: str) -> Any:
-    """Build one object of a configuration. ``name`` names the object in messages."""
+    """Construct and return one object from its configuration (``class_path`` and ``init_args``). ``name`` names the
+    object in messages."""
     from jsonargparse import ArgumentParser
 
     protocols.compare_by_calls()
@@ -48,7 +49,8 @@ def instantiate(config: Config, name: str) -> Any:
 
 
 def cli(config: Config, arguments: Sequence[str], where: str, *, instantiate: bool) -> Any:
-    """Parse a configuration: with a LightningCLI for kinds fit and test, with a parser of one class for kind task.
+    """Parse a stage's configuration: with a LightningCLI for kinds fit and test, with a parser of one class for kind
+    task.
 
     Args:
         instantiate: build the objects, too. The result then has ``trainer``, ``model`` and ``datamodule``, or ``task``.
@@ -113,7 +115,7 @@ def _lightning_cli(words: list[str], instantiate: bool) -> Any:
 
 
 class _TaskCLI:
-    """Parser and task, a class with ``run(output_dir: Path) -> dict``."""
+    """Parses the configuration of a task: a class with ``run(output_dir: Path) -> dict``."""
 
     def __init__(self, class_path: str, words: list[str], where: str, instantiate: bool) -> None:
         from jsonargparse import ArgumentParser
@@ -148,7 +150,7 @@ REWORDED = (
 
 
 def condense(message: str) -> str:
-    """Shorten the parser's message to one line, without its repetitions for every member of a Union.
+    """Return the parser's error message as one line, without its repetitions for every member of a Union.
 
     ``option_types`` finds most faults first. The parser still finds numbers written as text (``1e-3``, ``0x10``).
     """

@@ -24,7 +24,8 @@ SAMPLE = "In 1984, 12345 people\n\n  spoke: «naïve» 東京 🎉 it's </tag>"
 
 
 class PretrainedModel:
-    """Writes a pretrained model and its tokenizer to ``<output_dir>/model``: float32 weights, licence, digests.
+    """Task that writes a pretrained model and its tokenizer to ``<output_dir>/model``: float32 weights, licence,
+    digests.
 
     Args:
         source: a GGUF file; ``PACKAGE:FILE.gguf``, a GGUF file inside an installed package; or a Hugging Face folder or
@@ -43,8 +44,8 @@ class PretrainedModel:
             raise ValueError(f"source is {source!r}, and there is no file {self.file}; expected a .gguf file")
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write the folder; return the numbers of parameters and tokens, and the licence if the file or package has
-        one."""
+        """Write the model folder. Return the number of parameters and of tokens, and the licence if the file or package
+        has one."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
@@ -75,14 +76,15 @@ class PretrainedModel:
         return report
 
     def _in_package(self, package: str, name: str) -> Path:
-        """Find a file of a package without importing the package."""
+        """Return the path of a file in an installed package, without importing the package."""
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ValueError(f"source is {self.source!r}, but the package {package} is not installed; run: make setup")
         return Path(spec.submodule_search_locations[0], name)
 
     def _write_licence(self, folder: Path) -> dict[str, str]:
-        """Copy the package's licence beside the weights; return its name."""
+        """Copy the licence files of the model's package into the model folder, and return the licence's name; {}
+        without a package."""
         if self.package is None:
             return {}
         distribution = importlib.metadata.distribution(self.package.replace("_", "-"))
@@ -94,7 +96,7 @@ class PretrainedModel:
 
 
 def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a GGUF file; its quantised weights become float32.
+    """Return the model and the tokenizer in a GGUF file. Its quantised weights become float32.
 
     Raises:
         ValueError: the file is no GGUF file, or names a pre-tokenizer that transformers would replace by another.

@@ -14,7 +14,7 @@ ENGINE = "rollout.engines.vllm_engine.VLLMEngine"
 
 
 def check_packages(config: Config, where: str) -> list[str]:
-    """Return what this machine lacks, one sentence each. Another machine may have it.
+    """Return messages about optional packages that this machine lacks for a stage. Another machine may have them.
 
     Raises:
         ExperimentError: a package is not installed, or an option needs a GPU and the trainer is on the CPU.
@@ -42,6 +42,6 @@ def check_packages(config: Config, where: str) -> list[str]:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Whether a ``trainer.strategy``, a name or an object, is one of DeepSpeed's."""
+    """Return whether a ``trainer.strategy``, a name or an object, is one of DeepSpeed's."""
     name = strategy.get("class_path", "") if isinstance(strategy, dict) else str(strategy)
     return name.rpartition(".")[2].lower().startswith(("zero", "deepspeed"))

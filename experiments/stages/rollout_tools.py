@@ -15,7 +15,7 @@ from experiments.stages.parser import instantiate, refusals
 
 
 def check_rollouts(parsed: Any, where: str) -> None:
-    """Check tools, sampler and engine of the rollouts.
+    """Check that the protocol, environment, sampler and engine of a stage's rollouts fit together.
 
     Raises:
         ExperimentError: the environment lacks a tool that the protocol calls, the sampler forks trajectories whose
@@ -48,8 +48,8 @@ def check_rollouts(parsed: Any, where: str) -> None:
 
 
 def check_protocol(protocol: type, block: Config, where: str) -> None:
-    """Construct a protocol that reads tool calls, if its tokenizer is a folder here. Its constructor renders calls with
-    the chat template and parses them again. Raises ExperimentError with the message of the constructor."""
+    """Check a protocol that reads tool calls by constructing it, if its tokenizer folder exists. The constructor
+    renders calls with the chat template and parses them again. Raises ExperimentError with its message."""
     from rollout.protocols.hermes import HermesProtocol
 
     folder = Path(str((block.get("init_args") or {}).get("tokenizer", "")))
@@ -60,7 +60,7 @@ def check_protocol(protocol: type, block: Config, where: str) -> None:
 
 
 def called_tools(protocol: type, option: Any) -> tuple[str, ...]:
-    """Names of the tools that a protocol of this class and with this option ``tools`` calls; () if that is unknown."""
+    """Return the names of the tools that a protocol class calls, given its option ``tools``; () if they are unknown."""
     from rollout.protocols.arpo_tags import ARPOProtocol
     from rollout.protocols.hermes import HermesProtocol
     from rollout.tools.schemas import read_schemas, tool_names
@@ -74,8 +74,8 @@ def called_tools(protocol: type, option: Any) -> tuple[str, ...]:
 
 
 def environment_tools(class_path: str, option: Any) -> Any:
-    """Return an object whose ``tools`` are those of the environment: the class of a world, or an object with the option
-    ``tools`` of question answering, or None if the tools are unknown."""
+    """Return an object whose ``tools`` are those of the environment, or None if the tools are unknown. This is the
+    environment's class, or for question answering an object with its option ``tools``."""
     from rollout.environments.question_answering import QuestionAnswering
 
     environment = import_class(class_path, "environment")

@@ -45,9 +45,10 @@ SRUN_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 
 
 def run(folder: Path) -> int:
-    """Run a stage as a child of the runner, and return the exit code.
+    """Run a stage in this process, which the runner started, and return the exit code.
 
-    Errors meant for the user become one message, defects a traceback."""
+    The user's errors become one message, defects a traceback.
+    """
     parent = os.environ.get(PARENT_VARIABLE)
     if parent:
         die_with_parent(int(parent))
@@ -70,7 +71,7 @@ def run(folder: Path) -> int:
 
 
 def execute(folder: Path) -> None:
-    """Check the stage, then run it from its checkpoint on if there is one."""
+    """Check a prepared stage, then run it. A training run continues from its last checkpoint."""
     from experiments.stages.data_files import check_data_files
     from experiments.stages.validate import check
 
@@ -88,7 +89,7 @@ def execute(folder: Path) -> None:
 
 
 def prepared(store: StageFolder, config: dict[str, Any]) -> Stage:
-    """Return the stage of a prepared folder, with the names and folders of the stages that it reads."""
+    """Return the stage that a prepared folder describes, with the names and folders of the stages that it reads."""
     metadata, about = store.metadata(), config["experiment"]
 
     def other(name: str, key: str) -> Stage:
@@ -116,7 +117,8 @@ def run_task(config: dict[str, Any], arguments: Sequence[str], folder: Path) -> 
 
 
 def seed_task(seed: int) -> None:
-    """Seed the libraries that the task has imported, as Lightning's ``seed_everything`` does."""
+    """Seed the random generators of Python and of the libraries that the task has imported, as Lightning's
+    ``seed_everything`` does."""
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     random.seed(seed)
     for module, function in (("numpy", "random.seed"), ("torch", "manual_seed")):
@@ -125,7 +127,7 @@ def seed_task(seed: int) -> None:
 
 
 def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: StageFolder) -> None:
-    """Run Trainer.fit for kind fit, then Trainer.test with the final weights."""
+    """Train with Trainer.fit (kind fit only), then test with Trainer.test."""
     from experiments.stages.parser import cli
 
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
@@ -145,13 +147,13 @@ def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: Stage
 
 
 def has_test(data: Any) -> bool:
-    """Whether the stage has test files. A stage that only prepares a model has none."""
+    """Return whether a data module has test files. A stage that only prepares a model has none."""
     files = getattr(data, "files", None)  # of data_modules.evaluation_data.EvaluationData
     return files is None or bool(files["test"])
 
 
 def log_configuration(trainer: Any, store: StageFolder) -> None:
-    """Pass the resolved configuration and the data files to every logger that takes them."""
+    """Log the resolved configuration and the data files to every logger that accepts them."""
     from experiments.stages.inputs import dataset_inputs
 
     text = store.config_path.read_text()
@@ -165,7 +167,7 @@ def log_configuration(trainer: Any, store: StageFolder) -> None:
 
 
 def quieten() -> None:
-    """Silence hints of libraries about settings that this project chooses."""
+    """Silence messages of libraries about settings that this project chooses."""
     connector = "lightning.pytorch.trainer.connectors.checkpoint_connector"
     mlflow = ("mlflow.store.db.utils", "mlflow.tracing.export.async_export_queue")
     lightning = ("pytorch.utilities.rank_zero", "pytorch.accelerators.cuda", "fabric.utilities.seed")
@@ -189,7 +191,7 @@ def _where(config: dict[str, Any]) -> str:
 
 
 def rank() -> int:
-    """Return the rank of this process, as the launcher set it."""
+    """Return the rank of this process from the launcher's environment variables, or 0."""
     return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
 
 
@@ -208,8 +210,8 @@ def _report(error: Exception, folder: Path) -> int:
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Whether the message explains the error without a traceback: wrong input, a fault of the machine, or an error
-    class of this project (a service that is down, a collapsed run)."""
+    """Return whether an error's message suffices without a traceback. This holds for wrong input, faults of the
+    machine, and error classes of this project (a service that is down, a collapsed run)."""
     own = type(error).__module__.partition(".")[0] in PACKAGES
     machine = isinstance(error, (ValueError, OSError, MemoryError)) or _is_full_disk(error)
     return own or machine or _is_lost_connection(error)
@@ -224,13 +226,13 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective of gloo or NCCL has lost another rank."""
+    """Return whether the error says that a collective of gloo or NCCL lost another rank."""
     said = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 
 def explain(error: BaseException) -> str:
-    """Describe an error in one message. For faults of the machine, such as a full disk, add what to do."""
+    """Return an error as one message. Faults of the machine, such as a full disk, come with what to do."""
     text = str(error) or type(error).__name__
     if isinstance(error, DiskFullError):
         return error.strerror or text
@@ -246,7 +248,7 @@ def explain(error: BaseException) -> str:
 
 
 def set_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables for the process of a stage. Variables that the user has set keep their values."""
+    """Return the environment variables for a stage's process. Variables that the user has set keep their values."""
     defaults = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
         # Trainer and engine share the cores. Threads that spin longer starve each other: at 20,000 a step took 2.6

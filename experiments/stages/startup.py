@@ -17,7 +17,8 @@ COMPILER = "torch._dynamo"
 
 
 def import_torchmetrics() -> None:
-    """Import torchmetrics as if OPTIONAL_FOR_METRICS were not installed. Metrics that need them are missing then."""
+    """Import torchmetrics quickly, as if the packages in OPTIONAL_FOR_METRICS were not installed. Metrics that need
+    them are missing then."""
     if "torchmetrics" in sys.modules:
         return
     from lightning_utilities.core import imports
@@ -35,7 +36,8 @@ def import_torchmetrics() -> None:
 def import_lightning() -> None:
     """Import Lightning without torch's compiler and sympy, which take a quarter of a dry run.
 
-    Only for a process that runs no stage: Lightning would not recognise a compiled module."""
+    Only for a process that runs no stage: Lightning would not recognise a compiled module.
+    """
     if "lightning" in sys.modules or COMPILER in sys.modules:
         return
     import torch
@@ -53,7 +55,8 @@ def import_lightning() -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch the garbage collector off: imports and parsing leave little garbage among many objects."""
+    """Context manager that switches the garbage collector off, because imports and parsing leave little garbage among
+    many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,8 +67,8 @@ def no_collection() -> Iterator[None]:
 
 
 def speed_up_parser() -> None:
-    """Make jsonargparse import modules under ``if TYPE_CHECKING`` (transformers, deepspeed) only for annotations that
-    Python cannot resolve, and build the validator of each range once. Idempotent."""
+    """Make jsonargparse faster. It imports modules under ``if TYPE_CHECKING`` (transformers, deepspeed) only for
+    annotations that Python cannot resolve, and builds the validator of each range once. Idempotent."""
     from jsonargparse import _postponed_annotations, _typehints
 
     of_jsonargparse = _postponed_annotations.get_types

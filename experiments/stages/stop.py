@@ -12,14 +12,14 @@ from callbacks.training import stop_request
 
 
 class StopSignal:
-    """Passes the signal on to the training in progress. Tasks and tests run to their end."""
+    """Handles SIGUSR1: asks the training in progress to stop with a checkpoint. Tasks and tests run to their end."""
 
     def __init__(self) -> None:
         self.received = False
         self._folder: Path | None = None
 
     def install(self) -> None:
-        """Handle SIGUSR1, which would end this process by default."""
+        """Install the handler of SIGUSR1, which would end this process by default."""
         signal.signal(signal.SIGUSR1, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -31,7 +31,8 @@ class StopSignal:
 
     @contextmanager
     def working_in(self, folder: Path) -> Iterator[None]:
-        """Name the folder of the stage that runs during the block."""
+        """Context manager that names the folder of the stage that runs during the block, so that SIGUSR1 stops this
+        stage."""
         self._folder = folder
         if self.received:
             stop_request.ask(folder)

@@ -44,7 +44,7 @@ class Lock:
         self.path = path
 
     def owner(self) -> dict[str, Any] | None:
-        """Return the fields that the holder has written (pid, host, ...), or None if the lock is free."""
+        """Return the fields that the lock's holder has written (pid, host, ...), or None if the lock is free."""
         if not self.path.is_file():
             return None
         with self.path.open("r+") as stream:
@@ -55,7 +55,8 @@ class Lock:
 
     @contextmanager
     def held(self, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None, poll: float = 0.5) -> Iterator[None]:
-        """Hold the lock. While another process holds it, call ``on_wait`` once and wait."""
+        """Context manager that holds the lock. While another process holds the lock, it calls ``on_wait`` once and
+        waits."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+") as stream:
             waited = False
@@ -72,7 +73,8 @@ class Lock:
                 stream.truncate(0)
 
     def update(self, **fields: Any) -> None:
-        """Change the facts that ``owner`` returns, also on other nodes: the fields are written through to the disk."""
+        """Change fields in the lock file that ``owner`` returns. Other nodes see them at once: they are synced to the
+        disk."""
         with self.path.open("r+") as stream:
             text = json.dumps({**json.loads(stream.read() or "{}"), **fields})
             stream.seek(0)
@@ -83,7 +85,7 @@ class Lock:
 
 
 class StageFolder:
-    """The folder of one stage."""
+    """The output folder of one stage (a training run, test or task): its files, state and sessions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +104,7 @@ class StageFolder:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint, or None."""
+        """The path of the stage's newest checkpoint, or None."""
         return find_checkpoint(self.path)
 
     @property
@@ -110,14 +112,15 @@ class StageFolder:
         return self.path / "evaluation.json"
 
     def result(self) -> dict[str, Any] | None:
-        """Read result.json, or return None while the stage is not done."""
+        """Return the content of the stage's result.json, or None while the stage is not done."""
         try:
             return read_json(self.path / "result.json")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def state(self) -> str:
-        """Return ``done``, ``running``, ``interrupted`` (has checkpoints), ``unfinished`` (has none) or ``missing``."""
+        """Return the stage's state: ``done``, ``running``, ``interrupted`` (has checkpoints), ``unfinished`` (has none)
+        or ``missing``."""
         if self.result() is not None:
             return "done"
         if not self.path.is_dir():
@@ -133,11 +136,11 @@ class StageFolder:
         return read_json(path) if path.is_file() else {}
 
     def has_weights(self) -> bool:
-        """Whether the folder has checkpoints, whole or not, or an exported model."""
+        """Return whether the stage's folder has checkpoints, complete or not, or an exported model."""
         return bool(anything_saved(self.path)) or (self.path / MODEL).exists()
 
     def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> Path | None:
-        """Write config.yaml and stage.json and open a session.
+        """Prepare the stage's folder for a run: write config.yaml and stage.json, and record the start of a session.
 
         Args:
             keep: if false, begin with an empty folder. A folder with weights is renamed and stays until ``finish``;
@@ -161,26 +164,27 @@ class StageFolder:
         return renamed
 
     def end_session(self) -> float:
-        """Close the session, and return the seconds of all sessions."""
+        """Record the end of the current session, and return the seconds of all sessions."""
         metadata = self.metadata()
         metadata["sessions"][-1]["ended"] = time.time()
         write_atomically(self.path / "stage.json", json.dumps(metadata, indent=2))
         return sum(s["ended"] - s["started"] for s in metadata["sessions"])
 
     def undo_prepare(self) -> None:
-        """Delete the folder, and restore the folder that ``prepare`` renamed."""
+        """Delete the stage's folder, and restore the folder that ``prepare`` renamed."""
         remove(self.path)
         if earlier := self._replaced():
             os.rename(earlier[-1], self.path)
 
     def _replaced(self) -> list[Path]:
-        """Folders that ``prepare`` renamed, oldest first."""
+        """Return the folders that ``prepare`` renamed, oldest first."""
         found = self.path.parent.glob(f"{self.path.name}{REPLACED}*")
         numbered = {path.name.partition(REPLACED)[2] or "1": path for path in found}
         return [numbered[number] for number in sorted(filter(str.isdigit, numbered), key=int)]
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write the digests of the tables, then the done marker. Delete the folders that this stage replaces."""
+        """Mark the stage as done: write the digests of its tables, then result.json. Delete the folders that this stage
+        replaces."""
         obey_umask(self.path)
         own = [self.path / name for name in OWN_FOLDERS]
         tables = [file for file in files_of(self.path) if file.suffix in HANDED_ON]

@@ -10,7 +10,8 @@ from common.ranges import PositiveInt
 
 
 class InitialModel:
-    """Writes a Qwen3 with random weights and a given tokenizer as Hugging Face folder ``<output_dir>/model``.
+    """Task that writes a Qwen3 model with random weights and a given tokenizer as Hugging Face folder
+    ``<output_dir>/model``.
 
     Args:
         tokenizer: Hugging Face folder of the tokenizer, which defines the vocabulary.
@@ -60,7 +61,7 @@ class InitialModel:
         }
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write the folder, and return the number of parameters and of vocabulary entries."""
+        """Write the model folder, and return the number of parameters and of vocabulary entries."""
         import torch
         from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

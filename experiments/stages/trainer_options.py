@@ -99,16 +99,16 @@ def check_values(trainer: Config, where: str) -> None:
 
 
 def check_manual(trainer: Config, where: str) -> None:
-    """Refuse options that Lightning refuses later, for modules that step their optimisers themselves. Raises
-    ExperimentError with the option of this project that has the same effect."""
+    """Raise ExperimentError for Trainer options without effect under manual optimisation, such as gradient_clip_val.
+    The message names this project's option with the same effect."""
     for option, (neutral, instead) in MANUAL.items():
         if (value := trainer.get(option, neutral)) != neutral:
             raise ExperimentError(f"{where}: trainer.{option} is {value}, which does nothing here; {instead}")
 
 
 def check_precision(module: Any, trainer: Config, where: str) -> None:
-    """Refuse trained weights in half precision. A DeepSpeed engine keeps float32 masters beside them. Raises
-    ExperimentError."""
+    """Raise ExperimentError if the trained weights would be in half precision. DeepSpeed may, because it keeps float32
+    masters beside them."""
     from lightning_modules.models.precision import check_master_weights
 
     if requirements.is_sharded(trainer.get("strategy")):
@@ -128,7 +128,8 @@ def _is_duration(value: str | dict[str, Any]) -> bool:
 
 
 def _check_devices(trainer: Config, where: str) -> None:
-    """Accept a number or ``auto``; on GPUs also -1 or a list of different GPUs."""
+    """Raise ExperimentError unless ``trainer.devices`` is a number or ``auto``; on GPUs also -1 or a list of different
+    GPUs."""
     devices, indices = trainer.get("devices", 1), hardware.device_indices(trainer.get("devices", 1))
     if indices is not None:
         good = bool(indices) and all(map(str.isdigit, indices)) and len(set(indices)) == len(indices)
@@ -141,7 +142,8 @@ def _check_devices(trainer: Config, where: str) -> None:
 
 
 def check_by_lightning(trainer: Config, where: str) -> None:
-    """Construct a bare Trainer on the CPU with the plain options. Raises ExperimentError with Lightning's message."""
+    """Let Lightning check the Trainer's plain options, by constructing a bare Trainer on the CPU. Raises
+    ExperimentError with Lightning's message."""
     skipped = ("accelerator", "devices", "num_nodes", "logger", "callbacks", "strategy", "plugins")
     scalars = {key: value for key, value in trainer.items() if isinstance(value, (str, int, float, type(None)))}
     plain: dict[str, Any] = {key: value for key, value in scalars.items() if key not in skipped}

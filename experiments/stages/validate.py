@@ -60,7 +60,7 @@ RENAMED_VALUES = {("opd_mode", "stepwise"): "; now divergence_ratio"}  # the sam
 
 @startup.no_collection()
 def check(stage: Stage, root: Path, *, only: bool = False) -> list[str]:
-    """Check a stage without running it.
+    """Check a stage's configuration without running it or loading a model.
 
     Args:
         only: this process runs no stage afterwards, so that it need not import all of Lightning.
@@ -110,7 +110,8 @@ def _check_trainer(module: Any, parsed: Any, config: Config, where: str) -> None
 
 
 def check_validation_interval(parsed: Any, where: str) -> None:
-    """Refuse a run that ends before its first validation. Lightning would refuse it after loading the models."""
+    """Raise ExperimentError if the run would end before its first validation. Lightning would refuse it after loading
+    the models."""
     interval = parsed.get("trainer.val_check_interval")
     iterations = parsed.get("data.init_args.iterations")
     epoch_wise = parsed.get("trainer.check_val_every_n_epoch", 1) is not None
@@ -122,7 +123,7 @@ def check_validation_interval(parsed: Any, where: str) -> None:
 
 
 def check_generation_configs(stage: Stage, root: Path) -> None:
-    """Refuse a model whose generation_config.json transformers would refuse. Raises ExperimentError."""
+    """Raise ExperimentError for a model whose generation_config.json transformers would refuse."""
     for section in ("model", "data", "task"):
         for key, text in strings(stage.config.get(section), section):
             model = key.rpartition(".")[2] in MODELS and key.rpartition(".")[2] != "tokenizer"
@@ -134,9 +135,10 @@ def check_generation_configs(stage: Stage, root: Path) -> None:
 
 
 def check_module(parsed: Any, where: str) -> Any:
-    """Construct and return the module with its arguments, or return None for a stage without one.
+    """Construct a stage's Lightning module without loading its models, and return it; None for a stage without a
+    module.
 
-    A module loads its models later. Its constructor checks options against each other.
+    Its constructor checks options against each other.
 
     Raises:
         ExperimentError: with the message of the constructor.
@@ -150,7 +152,7 @@ def check_module(parsed: Any, where: str) -> Any:
 
 
 def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
-    """Construct the callbacks, whose constructors check options against each other.
+    """Check a stage's callbacks by constructing them. Their constructors check options against each other.
 
     Skips a callback that reads a missing file of an earlier stage, or of ``experiment.needs``.
 
@@ -168,7 +170,8 @@ def check_callbacks(parsed: Any, stage: Stage, root: Path) -> None:
 
 
 def check_data_options(module: Any, parsed: Any, where: str) -> None:
-    """Refuse data options that the module cannot train on, as ``fit`` would before its first rollout.
+    """Raise ExperimentError for data options that the Lightning module cannot train on, as ``fit`` would before its
+    first rollout.
 
     Examples: a group too small to compare, tokens sampled from another distribution than the trained one, a teacher,
     reference or critic without an embedding for a token that the policy may sample.
@@ -187,7 +190,7 @@ def check_data_options(module: Any, parsed: Any, where: str) -> None:
 
 
 def check_lengths(parsed: Any, where: str) -> None:
-    """Refuse lengths that leave no token for a response, or that exceed the engine's. Raises ExperimentError."""
+    """Raise ExperimentError for token limits that leave no token for a response, or that exceed the engine's."""
     for section in ("data", "task"):
         options = parsed.config.get(f"{section}.init_args") or {}
         engine = options.get("rollouts.init_args.engine.init_args.max_length")
@@ -206,7 +209,7 @@ def check_lengths(parsed: Any, where: str) -> None:
 
 
 def check_classes(config: Config, where: str) -> None:
-    """Check that every class exists and takes its arguments. Raises ExperimentError."""
+    """Check that every class in a configuration exists and accepts its arguments. Raises ExperimentError."""
     for section in ("model", "data", "task"):
         check_names(config.get(section), section, where)
     fault = option_types.misfit(config.get("seed_everything", 0), Seed, "seed_everything", importlib.import_module)
@@ -217,7 +220,7 @@ def check_classes(config: Config, where: str) -> None:
 
 
 def _check_lightning(config: Config, where: str) -> str | None:
-    """Check the Trainer's options. Return why ``model`` or ``data`` is not a Lightning module, or None."""
+    """Check the Trainer's options. Return why ``model`` or ``data`` is not a Lightning module, or None if both are."""
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
     from experiments.stages import trainer_options
@@ -232,7 +235,8 @@ def _check_lightning(config: Config, where: str) -> str | None:
 
 
 def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Config:
-    """Copy the configuration with the arguments that are left for the parser, so that they are checked, too."""
+    """Return a copy of the configuration that includes the command-line arguments left for the parser, so that they are
+    checked, too."""
     config = copy.deepcopy(config)
     for argument in arguments:
         path, _, text = argument.removeprefix("--").partition("=")
@@ -257,8 +261,8 @@ def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Conf
 
 
 def _part(node: Any, name: str) -> Any:
-    """Return the mapping of this name in ``node``, or in its arguments if ``node`` is an object. For a list, return its
-    last object, as the parser does."""
+    """Return the mapping called ``name`` in a configuration's ``node``, or in its arguments if ``node`` is an object.
+    For a list, return its last object, as the parser does."""
     if "class_path" in node and name not in ("class_path", "init_args"):
         node = node.setdefault("init_args", {})
     part = node.setdefault(name, {})
@@ -272,7 +276,8 @@ def _part(node: Any, name: str) -> Any:
 
 
 def check_names(value: Any, path: str, where: str) -> None:
-    """Check that every ``class_path`` in a section exists and takes its ``init_args``."""
+    """Check that every ``class_path`` in a configuration's section exists and accepts its ``init_args``. Raises
+    ExperimentError."""
     if isinstance(value, list):
         for i, item in enumerate(value):
             check_names(item, f"{path}[{i}]", where)
@@ -293,7 +298,7 @@ def check_names(value: Any, path: str, where: str) -> None:
 def check_arguments(
     target: Any, name: str, given: Config, path: str, where: str, narrower: Mapping[str, Any] | None = None
 ) -> None:
-    """Compare the arguments of a class with its constructor: names, types, and that none is missing.
+    """Check the arguments of a class against its constructor: names, types, and that none is missing.
 
     Args:
         name: name of the class in messages.
