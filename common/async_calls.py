@@ -19,7 +19,7 @@ def pause_before_retry(retry: int, base_s: float) -> float:
 
 
 class PerLoop(Generic[T]):
-    """Holds one object per event loop: the first loop that asks creates it. A later loop gets a new object.
+    """Holds one object for one event loop at a time, created when first asked for. A later loop gets a new object.
 
     Args:
         owner: the user of the object, for messages.

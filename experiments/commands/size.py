@@ -207,7 +207,7 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
 
 
 def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
-    """Return the table of sizes as rows of text cells. The first row is the head."""
+    """Return the table of memory and speeds as rows of text cells. The first row is the head."""
     trainings = [c.training for c in columns]
     parts = [sizing.memory(t, chip) for t in trainings]
     rows = [["GPUs", *(str(t.gpus) for t in trainings)]]

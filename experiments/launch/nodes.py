@@ -129,7 +129,7 @@ def _node_lock(store: StageFolder, rank: int) -> Lock:
 
 
 def run_other_node(plan: Sequence[Stage], context: RunContext, fresh: Stage | None) -> None:
-    """Run this node's ranks of the stages that run on all nodes. For nodes other than node 0.
+    """Run this node's ranks of the stages that have ranks on all nodes. For nodes other than node 0.
 
     Raises:
         ExperimentError: node 0 cannot be found, or runs other code.

@@ -186,8 +186,8 @@ def weight_ratio(placed: Sequence[tuple[TurnScore, bool]]) -> float | None:
 
 
 def weight_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
-    """Return the mean weight (in SOD's loss) over the clean or drifted turns. First turns are left out: their weight is
-    1 by definition."""
+    """Return the mean weight (in SOD's loss) over the clean or drifted turns (before or after an error). First turns
+    are left out: their weight is 1 by definition."""
     weights = [row.weight for row, after_error in placed if after_error is drifted and row.turn > 1]
     return statistics.fmean(weights) if weights else None
 

@@ -73,8 +73,7 @@ class Lock:
                 stream.truncate(0)
 
     def update(self, **fields: Any) -> None:
-        """Change fields in the lock file that ``owner`` returns. Other nodes see them at once: they are synced to the
-        disk."""
+        """Change fields in the lock file that ``owner`` returns. They are synced to the disk, for other nodes."""
         with self.path.open("r+") as stream:
             text = json.dumps({**json.loads(stream.read() or "{}"), **fields})
             stream.seek(0)
