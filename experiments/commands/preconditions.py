@@ -172,7 +172,7 @@ def dictionaries(value: object) -> Iterator[dict[str, Any]]:
 
 
 def measured(target: Stage, questions: int) -> tuple[Config, int]:
-    """Return a configuration with the training questions as its test set, sampled as in training, and the group size."""
+    """Return a configuration with the training questions as test set, sampled as in training, and its group size."""
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
     size = data.get("group_size") or 1
