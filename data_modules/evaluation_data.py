@@ -29,8 +29,9 @@ NEED_GOLD = (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK)
 
 
 def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
-    """Refuse tasks that the environment cannot play or, with ``inject_skills``, that the rollout system's skills do not
-    cover. Raises DatasetError."""
+    """Raise DatasetError for tasks that the environment cannot play. With ``inject_skills``, also for tasks that the
+    skills (advice texts) do not cover.
+    """
     try:
         if inject_skills and rollouts.skills is not None:
             rollouts.skills.check_tasks(tasks)
@@ -41,15 +42,15 @@ def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills
 
 
 def as_list(name: str, paths: Sequence[str]) -> list[str]:
-    """Refuse a single path, which would be read letter by letter, with ValueError."""
+    """Return the paths as a list. Raises ValueError for a single path, which would be read letter by letter."""
     if isinstance(paths, str):
         raise ValueError(f"{name} is the single path {paths!r}; expected a list: [{paths}]")
     return list(paths)
 
 
 class EvaluationData(L.LightningDataModule):
-    """Loads validation and test: first the normal search loop over all questions, then one loader per diagnostic
-    prompt.
+    """Lightning data module that loads validation and test questions and rolls them out. The first loader runs the
+    normal search loop over all questions; each diagnostic prompt adds one loader.
 
     Every batch is a ``list[Trajectory]``; ``prompt_modes(split)`` names each dataloader. Every row occurs once, on any
     number of ranks. The rollout system starts once, stays up between ``fit`` and ``test``, and is closed after test or
@@ -144,7 +145,9 @@ class EvaluationData(L.LightningDataModule):
     # --- for callbacks ------------------------------------------------------------------------------------------
 
     def prompt_modes(self, split: Split) -> list[str]:
-        """Return the ``PromptMode`` value of each dataloader of ``split``; "agent" is the search loop."""
+        """Return the ``PromptMode`` value of each dataloader of a split ("val" or "test"). The value "agent" is the
+        search loop.
+        """
         if not self.files[split]:
             return []
         return [PromptMode.AGENT.value, *(mode.value for mode in self._diagnostics(split))]
@@ -164,8 +167,8 @@ class EvaluationData(L.LightningDataModule):
     # --- Lightning's hooks --------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Read the question files this stage needs (fit: the test's too, to check them) and start the rollout system
-        if there is anything to roll out.
+        """Read the question files that this stage needs, and start the rollout system if there are questions to roll
+        out. The stage "fit" also reads the test files, to check them.
 
         Raises:
             DatasetError: a file is missing or wrong, a gold prompt finds no question with gold passages, or no
@@ -203,8 +206,9 @@ class EvaluationData(L.LightningDataModule):
         self.close()
 
     def ask_module(self) -> None:
-        """Call ``accept_data`` of the module and the callbacks, which may refuse this data before an engine loads a
-        model. Lightning calls their ``setup`` later."""
+        """Ask the module and the callbacks (``accept_data``) whether they refuse this data, before an engine loads a
+        model. Lightning calls their ``setup`` later.
+        """
         for part in (getattr(self.trainer, "lightning_module", None), *getattr(self.trainer, "callbacks", ())):
             accept = getattr(part, "accept_data", None)
             if accept is not None:
@@ -218,7 +222,9 @@ class EvaluationData(L.LightningDataModule):
             self.rollouts.start()
 
     def check_shared(self, *files: list[str]) -> None:
-        """Refuse files that differ between the parts, with ValueError, if ``splits`` shares them out."""
+        """Raise ValueError if training, validation and test name different files although ``splits`` divides one set of
+        files among them.
+        """
         if self.questions.splits is not None and len({tuple(paths) for paths in files if paths}) > 1:
             raise ValueError(
                 "splits shares one set of files out among training, validation and test, but they have different ones: "
@@ -226,7 +232,7 @@ class EvaluationData(L.LightningDataModule):
             )  # fmt: skip
 
     def check_tasks(self, tasks: Sequence[Task], *, inject_skills: bool = True) -> None:
-        """Refuse tasks that cannot be rolled out, before a model loads. Raises DatasetError."""
+        """Raise DatasetError for tasks that cannot be rolled out, before a model loads."""
         if self.rollouts is not None:
             check_tasks(self.rollouts, tasks, inject_skills=inject_skills)
 
@@ -274,8 +280,8 @@ class EvaluationData(L.LightningDataModule):
         *,
         inject_skills: bool | None = None,
     ) -> list[Trajectory]:
-        """Roll out each of this rank's ``tasks`` once, for callbacks: with the sampling options of the split and a
-        separate seed.
+        """Roll out each of this rank's ``tasks`` once, for callbacks, and return the trajectories. Uses the sampling
+        options of the split and a separate seed.
 
         Infrastructure failures are left out. A collective: every rank calls it, even without tasks.
 

@@ -21,8 +21,9 @@ from rollout.trajectory import Trajectory, split_turns
 
 
 class MixedDataModule(SupervisedDataModule):
-    """Yields batches of saved trajectories, of fresh ones that the student samples for the same questions, or of kept
-    fresh ones, as ``mixing`` decides.
+    """Data module for distillation: each batch has saved trajectories, or some that the student has sampled, as
+    ``mixing`` decides. The student samples fresh ones for the questions of the saved batch; kept ones are the latest of
+    these.
 
     The student's trajectories are scored for the log, and get an EOS after final answers like the saved ones
     (``append_eos``), so that a divergence from a teacher includes whether to stop. Decisions and draws depend on the
@@ -72,11 +73,13 @@ class MixedDataModule(SupervisedDataModule):
 
     @property
     def samples_next(self) -> bool:
-        """Return whether the next batch will be sampled, and so needs the current weights."""
+        """Whether the student must sample the next batch, which needs the current weights in the engine."""
         return self._loader is not None and self._source(self._loader.position) == "fresh"
 
     def validated(self, losses: Mapping[str, float]) -> None:
-        """Pass the losses on the held-out trajectories, by name, to ``mixing``."""
+        """Pass the held-out loss that ``mixing`` follows to it. ``losses`` holds the losses on held-out trajectories,
+        by name.
+        """
         if self.mixing.follows is not None:
             self.mixing.validated(losses[self.mixing.follows])
 
@@ -116,7 +119,8 @@ class MixedDataModule(SupervisedDataModule):
         return rows
 
     def _sample(self, position: int, saved: Sequence[Trajectory]) -> list[Trajectory]:
-        """Roll out one trajectory for each saved one, of all ranks, without infrastructure failures."""
+        """Return one new trajectory of the student for each saved one, of all ranks, without infrastructure
+        failures."""
         tasks = list({(t.group, t.index): t.task for t in saved}.values())
         found = self.rollouts.rollout(  # type: ignore[union-attr]  # required in __init__
             tasks[self.rank :: self.world_size],

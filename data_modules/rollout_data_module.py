@@ -25,7 +25,8 @@ Groups = list[list[Trajectory]]
 
 
 class RolloutDataModule(TrainingData):
-    """Yields ``prompts_per_iteration * group_size`` trajectories per iteration over all ranks, as ``list[Trajectory]``.
+    """On-policy data module that rolls out ``prompts_per_iteration * group_size`` trajectories per iteration over all
+    ranks. Batches are ``list[Trajectory]``.
 
     Each rank rolls out a block of the iteration's prompts, in whole groups; ``balance_tokens`` then exchanges groups
     between ranks. Trajectories that failed by infrastructure are passed on for the log; the on-policy module leaves
@@ -136,7 +137,7 @@ class RolloutDataModule(TrainingData):
 
     @property
     def infrastructure_failures(self) -> float:
-        """Share of the last iteration's trajectories, over all ranks, that failed by infrastructure."""
+        """The share of the last iteration's trajectories, over all ranks, that failed because of infrastructure."""
         return self._guard.share
 
     def setup(self, stage: str) -> None:
@@ -158,23 +159,24 @@ class RolloutDataModule(TrainingData):
 
     @property
     def iterations_per_pass(self) -> int:
-        """Iterations per pass over the questions."""
+        """The number of iterations in one pass over the training questions."""
         return len(self._questions) // self.prompts_per_iteration
 
     @property
     def training_questions(self) -> tuple[Task, ...]:
-        """All loaded questions, in the order of the files; empty before ``setup``."""
+        """All loaded training questions as tasks, in the order of the files; empty before ``setup``."""
         return tuple(self._questions)
 
     def prompts(self, iteration: int) -> list[Task]:
-        """Return the questions of an iteration (from 0), over all ranks. Pure: the same at every call."""
+        """Return the questions (tasks) of an iteration (from 0), over all ranks. The same at every call."""
         return [self._questions[i] for i in self._indices(iteration)]
 
     def further_prompts(self, iteration: int, attempt: int) -> list[Task]:
-        """Return the questions that round ``attempt`` (from 0) of dynamic sampling offers, one per slot, over all
-        ranks.
+        """Return the questions that round ``attempt`` (from 0) of dynamic sampling offers, one per prompt of the
+        iteration, over all ranks.
 
-        They differ from those of the iteration and of its other rounds. Pure, as ``prompts``."""
+        They differ from those of the iteration and of its other rounds. Pure, as ``prompts``.
+        """
         own = set(self._indices(iteration))
         order = permutation(len(self._questions), derive_seed(self.seed, "further", iteration))
         others = [i for i in order if i not in own]
@@ -253,8 +255,9 @@ class RolloutDataModule(TrainingData):
                 return RolledOut(*done.value)
 
     def _rounds(self, iteration: int) -> Generator[list[Task], Groups, tuple[Groups, Groups]]:
-        """Yield this rank's questions of each round and receive their groups; return the kept groups, by slot, and
-        all."""
+        """Generator that yields this rank's questions of each sampling round and receives their groups. Returns the
+        kept groups, by position, and all groups.
+        """
         # Each rank takes a block, because the position in the batch decides the optimiser step.
         share = self.prompts_per_iteration // self.world_size
         first = self.rank * share
@@ -272,7 +275,7 @@ class RolloutDataModule(TrainingData):
         return kept, everything
 
     def _groups(self, tasks: list[Task], iteration: int) -> Groups:
-        """Roll out a group per question."""
+        """Roll out the questions and return one group of trajectories per question."""
         return self._by_group(self.rollouts.rollout(tasks, **self._how(iteration)))
 
     def _how(self, iteration: int) -> dict[str, Any]:
@@ -285,7 +288,9 @@ class RolloutDataModule(TrainingData):
         return [trajectories[i : i + n] for i in range(0, len(trajectories), n)]
 
     def _last_iteration(self) -> int | None:
-        """Return how many batches training will ask for in all, if known: later ones are not generated."""
+        """Return the number of batches that training will ask for in all, or None if unknown. Later batches are not
+        generated.
+        """
         epochs, steps = (getattr(self.trainer, name, None) or -1 for name in ("max_epochs", "max_steps"))
         length = getattr(self.trainer, "num_training_batches", None)
         ends = [steps] if steps > 0 else []
@@ -312,5 +317,5 @@ class RolloutDataModule(TrainingData):
 
 
 def differs(group: Sequence[Trajectory]) -> bool:
-    """Return whether the rewards of a group, without failures, differ."""
+    """Return whether the rewards in a group of trajectories differ. Infrastructure failures do not count."""
     return len({t.reward.total for t in group if t.reward is not None and not t.failed_by_infrastructure}) > 1

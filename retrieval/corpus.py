@@ -47,7 +47,7 @@ class Passage(NamedTuple):
 
 
 class RowError(CorpusError):
-    """A row cannot be used. ``fault``: the message without file and line."""
+    """A row of a corpus file cannot be used. ``fault``: the message without file and line."""
 
     def __init__(self, path: Path, unit: str, number: int, fault: str) -> None:
         super().__init__(f"{path}, {unit} {number}: {fault}")
@@ -62,7 +62,7 @@ class StoreSummary(NamedTuple):
 
 @dataclass
 class Malformed:
-    """Rows that ``read_corpus`` left out."""
+    """Counts the malformed rows that ``read_corpus`` left out, and keeps the first messages."""
 
     rows: int = 0
     first: list[str] = field(default_factory=list)  # messages of the first rows
@@ -74,13 +74,13 @@ class Malformed:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read in pieces."""
+    """Return the SHA-256 of a file as hex text. Reads the file in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_description(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file of an index with the SHA-256 of its values, in one step."""
+    """Write a JSON file that describes an index or its vectors, with the SHA-256 of its values, atomically."""
     temporary = path.with_name(f".{path.name}")
     with temporary.open("w") as file:
         json.dump({**values, "sha256": _values_sha256(values)}, file, indent=1)
@@ -90,7 +90,7 @@ def write_description(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_description(path: Path, *needed: str) -> dict[str, Any]:
-    """Read what ``write_description`` wrote, or an earlier version without the digest.
+    """Return the values of a JSON file of ``write_description``, or of an earlier version without the SHA-256.
 
     Raises:
         IndexFolderError: the file is not a description, was altered, or lacks a ``needed`` key.
@@ -124,7 +124,7 @@ def require_corpus(corpus: str | Path) -> Path:
 def read_corpus(
     path: Path, columns: Mapping[str, str] | None = None, malformed: Malformed | None = None
 ) -> Iterator[Passage]:
-    """Yield the passages in file order. Prints the recognised form to stderr.
+    """Yield the passages of a corpus file, in order. Prints the recognised form to stderr.
 
     Args:
         columns: for your own corpus, the file's names of ``id``, ``title`` and ``text`` (or ``contents``); {} if it
@@ -147,7 +147,8 @@ def read_corpus(
 def passages(
     path: Path, columns: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[int, Passage | RowError]]:
-    """Yield the number of each line (parquet: row) from 1, and its passage or its error. See ``read_corpus``.
+    """Yield (number, passage) for each line of a corpus file (parquet: row), numbers from 1. An unusable line yields
+    its error instead. See ``read_corpus``.
 
     Skips blank lines. ``say`` receives a description of the recognised form.
 
@@ -206,7 +207,7 @@ def _unreadable(line: Unreadable) -> str:
 
 
 class _Form(NamedTuple):
-    """The form of a corpus's rows. The first usable row decides it for the whole file."""
+    """The columns and title form of a corpus file's rows. The first usable row decides them for the whole file."""
 
     id: str | None  # name of the id column, or None: rows are numbered from 0
     text: str  # name of the text column, ``contents`` or ``text``
@@ -221,7 +222,7 @@ class _Form(NamedTuple):
         return f"{self}; {title}" + ("" if self.id else "; ids are the passages' numbers from 0")
 
     def read(self, record: object, row: int) -> Passage:
-        """Return the passage of a row; ``row``: its number from 1."""
+        """Return the passage in a row of a corpus file. ``row``: its number from 1."""
         if not isinstance(record, dict):
             raise CorpusError(f"found {type(record).__name__}, expected {_FORMS}")
         if self.id is not None:
@@ -278,13 +279,13 @@ def _recognise(record: object) -> _Form:
 
 
 def _with_title(title: object, id_: object, text: str) -> str:
-    """Return contents in Search-R1's format. The id replaces a missing title."""
+    """Return a passage in Search-R1's format: a title line, then the text. The id replaces a missing title."""
     line = " ".join(str(id_ if title is None else title).split()) or str(id_)
     return f'"{line}"\n{text}'
 
 
 def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
-    """Convert a row of your own corpus to Search-R1's format."""
+    """Return a row of your own corpus with the columns ``id`` and ``contents``, Search-R1's format."""
     if not isinstance(record, dict):
         return record
     id_, title, text, contents = (record.get(columns.get(name, name)) for name in OWN)
@@ -300,7 +301,7 @@ def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
 
 
 def _parquet_columns(path: Path, own: Mapping[str, str] | None, columns: list[str]) -> list[str]:
-    """Return the columns of a parquet file that passages need. Raises CorpusError for a missing column."""
+    """Return the names of the columns to read from a parquet corpus file. Raises CorpusError for a missing column."""
     names = dict.fromkeys((*IDS, *OWN) if own is None else [own.get(name, name) for name in OWN])
     wanted = [name for name in names if name in columns or name in (own or {}).values()]
     own = own or {}
@@ -313,8 +314,9 @@ def _parquet_columns(path: Path, own: Mapping[str, str] | None, columns: list[st
 
 
 class _SeenIds:
-    """Finds duplicate ids. Consecutive numbers, such as the ids of wiki-18's 21 million passages, are stored as runs,
-    which take almost no memory."""
+    """Finds duplicate passage ids. Consecutive numbers, such as the ids of wiki-18's 21 million passages, are stored as
+    runs, which take almost no memory.
+    """
 
     def __init__(self) -> None:
         self.starts, self.ends, self.rows = array("q"), array("q"), array("q")  # of runs, rising; first row
@@ -322,7 +324,7 @@ class _SeenIds:
         self._next, self._row = "", 0  # the id and the row that extend the last run
 
     def add(self, id_: str, row: int) -> int | None:
-        """Remember an id. Returns the earlier row with this id, or None."""
+        """Remember a passage id. Returns the number of the earlier row with this id, or None."""
         lengthens = id_ == self._next and row == self._row + 1
         if id_ in self.others:
             return self.others[id_]
@@ -353,8 +355,10 @@ def write_store(
     columns: Mapping[str, str] | None = None,
     skip_malformed: bool = False,
 ) -> StoreSummary:
-    """Validate ``corpus`` (``columns``: see ``read_corpus``) and copy it into ``folder``: ``passages/*.jsonl`` and
-    ``offsets.bin``. With ``skip_malformed`` unusable rows are skipped and reported on stderr."""
+    """Validate the passages of ``corpus`` and copy them into ``folder`` for random access: ``passages/*.jsonl`` and
+    ``offsets.bin``. ``columns``: see ``read_corpus``. With ``skip_malformed`` unusable rows are skipped and reported on
+    stderr. Returns the counts and the corpus file's SHA-256.
+    """
     parts = folder / "passages"
     parts.mkdir(parents=True)
     malformed = Malformed()
@@ -377,7 +381,7 @@ def write_store(
 
 
 def link(source: Path, target: Path) -> None:
-    """Copy a file, as a hard link if the disk allows it."""
+    """Copy a file to ``target``, as a hard link if the disk allows it."""
     try:
         os.link(source, target)
     except OSError:  # another disk, or one without links
@@ -385,7 +389,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Copy a folder of files, see ``link``."""
+    """Copy a flat folder of files to ``target``, as hard links if the disk allows it."""
     target.mkdir()
     for path in source.iterdir():
         link(path, target / path.name)

@@ -57,7 +57,7 @@ from retrieval.types import IndexFolderError
 
 
 class BuildIndex:
-    """Task stage that builds ``<output_dir>/index`` from a corpus file.
+    """Stage that builds a search index, ``<output_dir>/index``, from a corpus file.
 
     The same corpus and settings give the same answers. An existing index with the same corpus and settings is kept.
     (An HNSW graph with ``threads`` > 1 depends on the order of insertion: take 1 to reproduce it.)
@@ -108,7 +108,7 @@ class BuildIndex:
         self.columns, self.skip_malformed = columns, skip_malformed
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Build, or keep, ``output_dir/index``. Returns its metadata and path.
+        """Build the search index ``output_dir/index``, or keep it if it is up to date. Returns its metadata and path.
 
         Raises CorpusError for an unusable corpus, IndexFolderError if the index cannot be built, OSError if the disk is
         full. After an error no index is left.
@@ -136,7 +136,7 @@ class BuildIndex:
         return settings | self._reading()
 
     def _reading(self) -> dict[str, Any]:
-        """Return the settings that decide which passages are read from the corpus file."""
+        """Return the options that decide which passages are read from the corpus file."""
         reading = {"columns": self.columns} if self.columns is not None else {}
         return reading | ({"skip_malformed": True} if self.skip_malformed else {})
 
@@ -168,9 +168,11 @@ class BuildIndex:
         )
 
     def _build_dense(self, folder: Path, passages: str, encoder: EncoderConfig) -> float | None:
-        """Encode the corpus (or take its vectors), build the index, and measure the recall of inexact kinds.
+        """Encode the corpus (or take existing vectors), build the Faiss index, and return its recall. The recall is
+        None for exact indexes, and if not measured.
 
-        ``passages``: the corpus (its sha256) and how it was read."""
+        ``passages``: the corpus (its sha256) and how it was read.
+        """
         from retrieval.dense.build import build_faiss_index, check_kind, check_vectors
         from retrieval.dense.encoder import dimension_of
         from retrieval.dense.searcher import sampled_recall
@@ -214,7 +216,9 @@ def _versions(*packages: str) -> dict[str, str]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Allow one builder at a time. The kernel releases the lock if its holder dies."""
+    """Hold a file lock in the ``with`` block, so that one process builds at a time. The kernel releases the lock if its
+    holder dies.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -222,7 +226,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder. It replaces ``folder`` if the block succeeds, and is removed otherwise."""
+    """Yield a temporary folder. It replaces ``folder`` if the ``with`` block succeeds, and is removed otherwise."""
     prefix = f"{folder.name}.partial-"
     for leftover in folder.parent.glob(prefix + "*"):  # of killed builds: the lock excludes running ones
         shutil.rmtree(leftover)
@@ -239,7 +243,7 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def _synced_files(folder: Path) -> dict[str, int]:
-    """Sync all files below ``folder`` to disk, and return their sizes."""
+    """Sync all files below ``folder`` to disk, and return their sizes in bytes by relative path."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:

@@ -17,7 +17,8 @@ IndexKind = Literal["bm25", "dense_flat", "dense_fp16", "dense_sq8", "dense_hnsw
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How texts become vectors. Stored in the index, so that queries are encoded as the passages were.
+    """Options of the text encoder: model, prefixes, pooling and lengths. Stored in the index, so that queries are
+    encoded as the passages were.
 
     For e5: ``query_prefix: "query: "``, ``passage_prefix: "passage: "`` (with the blank), mean pooling, 256 tokens,
     as in Search-R1's search/index_builder.py.
@@ -61,7 +62,7 @@ class HNSWConfig:
 
 @dataclass(frozen=True)
 class IVFPQConfig:
-    """Options of Faiss IVF with product quantisation.
+    """Options of Faiss IVF with product quantisation, which divides the corpus into lists.
 
     The corpus is divided into lists. A vector is rotated at random and stored in a few bytes. The best candidates are
     ranked again by their vectors on disk.
@@ -81,7 +82,7 @@ class IVFPQConfig:
 
 @dataclass(frozen=True)
 class IndexMetadata:
-    """The content of ``metadata.json``."""
+    """The content of an index folder's ``metadata.json``: kind, corpus, settings, versions and files."""
 
     kind: IndexKind
     corpus: str  # path at build time, for messages
@@ -97,7 +98,7 @@ class IndexMetadata:
     files: dict[str, int] = field(default_factory=dict)  # size of each file at build time
 
     def require_settings(self) -> None:
-        """Check that the search settings fit the kind of index. Raises ValueError or TypeError."""
+        """Check that the index's settings fit its kind. Raises ValueError or TypeError."""
         for name, config in (("encoder", EncoderConfig), ("hnsw", HNSWConfig), ("ivfpq", IVFPQConfig)):
             needed = name == self.kind.removeprefix("dense_") or (name == "encoder" and self.kind != "bm25")
             if needed or self.settings.get(name) is not None:
@@ -107,7 +108,8 @@ class IndexMetadata:
 
 
 def read_metadata(folder: str | Path) -> IndexMetadata:
-    """Read the metadata of an index folder. Raises IndexFolderError if the index or one of its files is incomplete."""
+    """Return the metadata of an index folder. Raises IndexFolderError if the index or one of its files is
+    incomplete."""
     path = Path(folder) / METADATA
     if not path.is_file():
         interrupted = "has no metadata.json, because it is not an index, or its build was interrupted"
@@ -131,7 +133,9 @@ def read_metadata(folder: str | Path) -> IndexMetadata:
 
 
 def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMetadata:
-    """Read the metadata, and check that the index was built from ``corpus``, if given. Raises IndexFolderError."""
+    """Return the metadata of an index folder, and check that the index was built from ``corpus``, if given. Raises
+    IndexFolderError.
+    """
     metadata = read_metadata(folder)
     if corpus is None:
         return metadata
@@ -147,5 +151,5 @@ def check_index(folder: str | Path, corpus: str | Path | None = None) -> IndexMe
 
 
 def how_read(metadata: IndexMetadata) -> dict[str, Any]:
-    """Return the settings that decided which passages were read from the corpus file."""
+    """Return the settings of an index that decided which passages were read from the corpus file."""
     return {name: metadata.settings[name] for name in ("columns", "skip_malformed") if name in metadata.settings}

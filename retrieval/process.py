@@ -25,7 +25,7 @@ SHARED_VARIABLE = "COMPACT_AGENTS_RETRIEVERS"  # servers that several processes 
 
 
 class RetrieverProcess:
-    """Starts ``python -m retrieval.server`` at the first search, and ends it with this process, even by kill -9.
+    """Retriever that starts a search server at the first search. The server ends with this process, even by kill -9.
 
     A server that dies is replaced, and searches wait for the next one. If ``SHARED_VARIABLE`` names a server with the
     same indexes and settings, that server is used instead: the launcher of several ranks starts one for all.
@@ -84,19 +84,19 @@ class RetrieverProcess:
 
     @property
     def identity(self) -> str:
-        """An id that is equal for two objects that would start equal servers."""
+        """The identity of the server as text: equal for two objects that would start equal servers."""
         settings = dataclasses.asdict(self.settings) | {"corpus": self.corpus}
         indexes = [os.path.abspath(index) for index in self.indexes]
         return orjson.dumps([indexes, settings], option=orjson.OPT_SORT_KEYS).decode()
 
     @property
     def failure(self) -> str | None:
-        """Why the server is given up, if it has died once too often."""
+        """The reason why the search server is no longer restarted, as text, or None."""
         server = self._server  # another thread may stop it
         return server.failure if server else None
 
     def start(self) -> str:
-        """Start the server, unless it runs, and wait until it listens. Returns its URL.
+        """Start the search server, unless it runs, and wait until it is ready. Returns its URL.
 
         Raises IndexFolderError or CorpusError, before the start, if the index is missing or of another corpus, and
         RetrieverStartError with the end of the log if the server fails to start.
@@ -115,7 +115,9 @@ class RetrieverProcess:
             return self.url
 
     async def search(self, queries: list[str], k: int | None = None) -> list[list[Document]]:
-        """Search, see ``RetrieverClient.search``. ``k`` defaults to ``topk``. Starts the server if needed."""
+        """Return at most ``k`` documents per query (default ``topk``), best first. Starts the server if needed; see
+        ``RetrieverClient.search``.
+        """
         if self._client is None:
             await asyncio.to_thread(self.start)
         client = self._client
@@ -129,14 +131,16 @@ class RetrieverProcess:
             raise RetrievalError(failure) from error
 
     async def close(self) -> None:
-        """Close the connections and end the server. A later ``start`` or ``search`` starts another one."""
+        """Close the connections to the search server and end it. A later ``start`` or ``search`` starts another one."""
         client = self._client
         self.stop()
         if client is not None:
             await client.close()
 
     def stop(self) -> None:
-        """End the server and wait for its end, from any thread. For owners that have not searched."""
+        """End the search server and wait for its end, from any thread. After a search use ``close``, which also closes
+        the connections.
+        """
         with self._lock:
             self._client = self.url = self._start_error = None
             if self._server is None or self._finalizer is None:

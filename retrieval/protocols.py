@@ -14,7 +14,9 @@ _refused: dict[str, tuple[str, str]] = {}  # name of a Protocol -> the class pat
 
 
 def compare_by_calls() -> None:
-    """Make jsonargparse check class paths with ``mismatch``. Idempotent."""
+    """Patch jsonargparse so that it checks classes against Protocols with ``mismatch``, which ignores annotations.
+    Idempotent.
+    """
     from jsonargparse import _typehints
 
     of_jsonargparse = _typehints.implements_protocol
@@ -35,7 +37,7 @@ def compare_by_calls() -> None:
 
 
 def explain(message: str) -> str:
-    """Add the reason to a parser's message (one line) that a class does not fit a Protocol.
+    """Return a parser's message (one line), with the reason why a class does not fit a Protocol.
 
     In a Union the message has no class path; then the last refusal is the reason.
     """
@@ -52,8 +54,9 @@ def explain(message: str) -> str:
 
 
 def mismatch(value: type, protocol: type, members: list[str]) -> str | None:
-    """Return why ``value`` does not fit ``protocol``, or None: its missing methods, or the first one that refuses a
-    call."""
+    """Return why the class ``value`` does not fit ``protocol``, as text, or None. The reason is its missing methods, or
+    the first one that refuses a call.
+    """
     if missing := [name for name in members if not callable(_method(value, name))]:
         return f"it has no method {' and no method '.join(missing)}"
     for name in members:
@@ -73,7 +76,7 @@ def mismatch(value: type, protocol: type, members: list[str]) -> str | None:
 
 
 def _method(owner: type, name: str) -> Any:
-    """Return a method, or None. Ignores the metaclass's ``__call__``, which every class has."""
+    """Return a method of a class, or None. Ignores the metaclass's ``__call__``, which every class has."""
     return getattr(owner, name) if any(name in vars(base) for base in owner.__mro__) else None
 
 
@@ -86,9 +89,10 @@ def _parameters(owner: type, name: str) -> inspect.Signature:
 
 
 def _refusal(given: inspect.Signature, declared: inspect.Signature) -> str | None:
-    """Return Python's error for a call that ``declared`` allows, or None.
+    """Return Python's error text for a call that the signature ``declared`` allows and ``given`` refuses, or None.
 
-    Tries each argument by position and by name, with and without the optional ones."""
+    Tries each argument by position and by name, with and without the optional ones.
+    """
     parameters = list(declared.parameters.values())
     for chosen in (parameters, [p for p in parameters if p.default is p.empty]):
         positional = [p.name for p in chosen if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -107,7 +111,7 @@ def _refusal(given: inspect.Signature, declared: inspect.Signature) -> str | Non
 
 
 def _parameters_text(signature: inspect.Signature) -> str:
-    """Return the parameters without annotations.
+    """Return a signature's parameters as text, without annotations.
 
     >>> _parameters_text(inspect.signature(lambda arguments, *, limit=3: None))
     '(arguments, *, limit=3)'
@@ -121,7 +125,7 @@ def _is_async(owner: type, name: str) -> bool:
 
 
 def _may_be_awaited(signature: inspect.Signature) -> bool:
-    """Whether a method without ``async def`` may return an awaitable: by its annotation, or without one."""
+    """Return whether a method without ``async def`` may return an awaitable: its annotation says so, or is missing."""
     if signature.return_annotation is signature.empty:
         return True
     return any(word in str(signature.return_annotation) for word in ("Any", "Awaitable", "Coroutine"))

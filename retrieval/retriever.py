@@ -15,7 +15,7 @@ from retrieval.types import Document, Hit, IndexFolderError, Progress, Searcher
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Search options, which may differ between servers of one index. None: the default in brackets."""
+    """Options of a search, which may differ between servers of one index. None: the default in brackets."""
 
     threads: PositiveInt = 1  # for Lucene, torch and Faiss
     k1: NonNegativeFloat | None = None  # BM25 (0.9)
@@ -28,7 +28,7 @@ class SearchSettings:
     probes: PositiveInt | None = None  # dense_ivfpq: lists per search (the index's own)
 
     def check(self, indexes: list[IndexMetadata]) -> None:
-        """Refuse settings that have no effect on these indexes. Raises ValueError."""
+        """Raise ValueError for search options that have no effect on these indexes."""
         kinds = {metadata.kind for metadata in indexes}
         kinds |= {"dense"} if kinds - {"bm25"} else set()
         names_of = {
@@ -43,13 +43,15 @@ class SearchSettings:
             raise ValueError(f"gpu puts the encoder on a GPU too; found device {self.device!r}: leave one of them out")
 
     def for_bm25(self) -> dict[str, Any]:
-        """Return the arguments of ``BM25Searcher`` that differ from its defaults."""
+        """Return the options for ``BM25Searcher`` that differ from its defaults, by name."""
         values = {"k1": self.k1, "b": self.b, "heap": self.java_heap}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMetadata]:
-    """Return the folders' metadata. Raises IndexFolderError unless all are complete, and of one corpus (``corpus``)."""
+    """Return the metadata of all index folders. Raises IndexFolderError unless all are complete and built from the same
+    corpus (``corpus``, if given).
+    """
     described = [check_index(folder, corpus) for folder in indexes]
     for folder, metadata in zip(indexes, described, strict=True):
         if (metadata.corpus_sha256, how_read(metadata)) != (described[0].corpus_sha256, how_read(described[0])):
@@ -61,7 +63,8 @@ def check_indexes(indexes: list[str], corpus: str | None = None) -> list[IndexMe
 
 
 def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], k: int, constant: int = 60) -> list[tuple[int, float]]:
-    """Return the best ``k`` rows by ``sum of 1 / (constant + rank)``, ranks from 1, with these weights.
+    """Fuse several rankings of passages (row numbers) and return the best ``k`` rows with their weights. A row's weight
+    is the sum of 1 / (constant + rank), ranks from 1.
 
     Scores are ignored, so that BM25 weights and cosines need no common scale. Equal sums are ordered by row.
     Source: Cormack, Clarke, Buettcher (SIGIR 2009), whose constant is 60.
@@ -74,7 +77,7 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], k: int, constant: 
 
 
 class _Fused:
-    """Fuses the ``depth`` best rows of several searchers of one corpus."""
+    """Searches with several searchers of one corpus, and fuses the ``depth`` best rows of each."""
 
     def __init__(self, searchers: list[Searcher], depth: int = 100) -> None:
         self.searchers, self.depth = searchers, depth
@@ -90,7 +93,7 @@ class _Fused:
 
 
 class Retriever:
-    """A ``SearchBackend`` of one index folder, or of several of one corpus, with fused rankings.
+    """Searches one index folder, or several of one corpus whose rankings are fused. A ``SearchBackend``.
 
     Args:
         index: folder, or folders.

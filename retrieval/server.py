@@ -74,7 +74,7 @@ class RetrieveRequest(BaseModel):
 
 
 class Refused(Exception):
-    """A request is refused, with a status and the reason in one line."""
+    """A search request is refused, with an HTTP status and the reason in one line."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(status, why)
@@ -82,7 +82,7 @@ class Refused(Exception):
 
 
 class RetrievalServer:
-    """The HTTP routes over a retriever that may still be loading.
+    """The HTTP routes of a search server, whose retriever may still be loading.
 
     Args:
         topk: passages per query, if the request does not say.
@@ -94,14 +94,14 @@ class RetrievalServer:
         self._batcher = Batcher(owner)
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
-        """Answer requests on ``listener``, until the runner's ``cleanup``."""
+        """Serve HTTP requests on the socket ``listener``, until the returned runner's ``cleanup``."""
         app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[demand_secret(self._secret, "detail")])
         app.router.add_post("/retrieve{slash:/?}", self._retrieve)
         app.router.add_get("/health{slash:/?}", self._health)
         return await listen(app, listener, "detail", "POST /retrieve or GET /health", IDLE_S, STOP_S)
 
     async def _retrieve(self, http: web.Request) -> web.Response:
-        """Answer ``POST /retrieve``. Cancelled when the client hangs up."""
+        """Answer the search request ``POST /retrieve``. Cancelled when the client hangs up."""
         try:
             request = await _read(http)
             k = request.topk or self._topk
@@ -130,7 +130,7 @@ class RetrievalServer:
 
 
 async def _read(http: web.Request) -> RetrieveRequest:
-    """Read a request. Raises Refused, or as `read_body`."""
+    """Return the validated body of a search request. Raises Refused, or the errors of `read_body`."""
     try:
         body = await read_body(http, BODY_S)
     except web.HTTPRequestEntityTooLarge:
@@ -144,7 +144,7 @@ async def _read(http: web.Request) -> RetrieveRequest:
 
 
 def _render(answer: Answer, with_scores: bool) -> list[dict]:
-    """Return the answer's JSON, a superset of the answers of Search-R1's servers."""
+    """Return the documents found for one query as JSON data, a superset of the answers of Search-R1's servers."""
     documents = [{"id": d.id, "title": d.title, "text": d.text, "contents": d.contents} for d in answer]
     if not with_scores:
         return documents
@@ -152,12 +152,14 @@ def _render(answer: Answer, with_scores: bool) -> list[dict]:
 
 
 def describe(backend: SearchBackend) -> list[Any]:
-    """Return the metadata of a backend's indexes, or its class, to show and to compare servers."""
+    """Return the metadata of a search backend's indexes, or its class name, to show and to compare servers."""
     return getattr(backend, "metadata", None) or [{"kind": f"{type(backend).__module__}.{type(backend).__qualname__}"}]
 
 
 def _well_formed(text: str) -> str:
-    """Replace lone surrogates, which are legal in JSON but not in UTF-8, as Lucene and tokenizers need."""
+    """Return the text with lone surrogates replaced. They are legal in JSON but not in UTF-8, as Lucene and tokenizers
+    need.
+    """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -166,14 +168,14 @@ def _json(content: object, status: int = 200) -> web.Response:
 
 
 class _Progress:
-    """Reports the loading progress, and the server's address once it is loaded."""
+    """Reports the loading progress of a search server, and its address once it is loaded."""
 
     def __init__(self, owner: OwnerThread, report: dict, ready_fd: int | None, announce: Path | None) -> None:
         self._owner, self._report, self._announce = owner, report, announce
         self._pipe = None if ready_fd is None else os.fdopen(ready_fd, "wb", buffering=0)
 
     async def follow(self) -> None:
-        """Report progress until the retriever is loaded. Ends the process if the loading fails."""
+        """Report the loading progress until the retriever is loaded. Ends the process if the loading fails."""
         loaded, said = asyncio.wrap_future(self._owner.ready), None
         try:
             while not (await asyncio.wait([loaded], timeout=PROGRESS_S))[0]:
@@ -204,9 +206,10 @@ class _Progress:
 async def serve(
     server: RetrievalServer, owner: OwnerThread, listener: socket.socket, progress: _Progress, url: str
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+    """Run the search server until SIGTERM or Ctrl-C.
 
-    A second signal, or one during loading, ends the process at once: a graceful end would wait for the load."""
+    A second signal, or one during loading, ends the process at once: a graceful end would wait for the load.
+    """
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def stop(*_: object) -> None:
@@ -225,7 +228,9 @@ async def serve(
 
 
 def announced_url(report: dict) -> str:
-    """Return the server's URL for other machines. On all interfaces it has this machine's name."""
+    """Return the search server's URL for other machines. If it listens on all interfaces, the URL has this machine's
+    name.
+    """
     anywhere = report["url"].startswith(("http://0.0.0.0:", "http://[::]:"))
     return f"http://{socket.gethostname()}:{report['port']}" if anywhere else report["url"]
 
@@ -249,7 +254,7 @@ def _stop(message: str, code: int) -> NoReturn:
 
 
 def _leave_with_parent(parent: int, interval: float = 0.5) -> None:
-    """End this process when ``parent`` ends, even by kill -9.
+    """End this process when the parent process ends, even by kill -9.
 
     A prctl death signal would arrive at the end of the *thread* that started this process, and other children of the
     parent can keep a pipe open. The parent's id is exact.
@@ -301,7 +306,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_backend(path: str) -> Callable[[], SearchBackend]:
-    """Return a function that creates the backend of a YAML file. Raises ValueError for an invalid file."""
+    """Return a function that creates the search backend described in a YAML file. Raises ValueError for an invalid
+    file.
+    """
     compare_by_calls()
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--backend", type=SearchBackend, required=True)
@@ -316,7 +323,7 @@ def read_backend(path: str) -> Callable[[], SearchBackend]:
 
 
 def load(options: argparse.Namespace, settings: SearchSettings, progress: Progress) -> SearchBackend:
-    """Open the backend that ``main`` serves. ``progress``: see ``OwnerThread``."""
+    """Return the opened search backend that ``main`` serves. ``progress``: see ``OwnerThread``."""
     if options.backend is not None:
         progress(f"opening {options.backend}")
         return options.make_backend()

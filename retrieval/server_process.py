@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServerProcess:
-    """Runs ``python -m retrieval.server`` on a socket of this process. Between two servers requests wait in the socket.
+    """Runs a search server (``python -m retrieval.server``) on a socket of this process, and restarts it when it dies.
+    Between two servers requests wait in the socket.
 
     Args:
         command: of the server, without its socket, its pipe for progress and its parent's id.
@@ -52,7 +53,9 @@ class ServerProcess:
         return self._child.pid if self._child else None
 
     def start(self) -> str:
-        """Start the server. Returns its URL once it is loaded. Raises RetrieverStartError with the log's end."""
+        """Start the search server and wait until it is loaded. Returns its URL. Raises RetrieverStartError with the
+        log's end.
+        """
         try:
             child, pipe = self._spawn()
             report = self._until_ready(child, pipe)
@@ -63,7 +66,7 @@ class ServerProcess:
         return report["url"]
 
     def end(self) -> None:
-        """End the server and wait for its end, from any thread. Idempotent."""
+        """End the search server and wait for its end, from any thread. Idempotent."""
         with self._lock:
             self._ended.set()
             self._listener.close()
@@ -71,7 +74,7 @@ class ServerProcess:
             _terminate(self._child)
 
     def _spawn(self) -> tuple[subprocess.Popen, int]:
-        """Start a child. Returns it, and the descriptor of its progress reports."""
+        """Start a server process. Returns it, and the file descriptor of its progress reports."""
         read, write = os.pipe()
         try:
             with self._lock, self.log.open("ab") as log:
@@ -107,7 +110,7 @@ class ServerProcess:
         return report
 
     def _keep(self, child: subprocess.Popen | None) -> None:
-        """Restart the server whenever it ends, until `end` or the last restart. Runs in its own thread."""
+        """Restart the search server whenever it ends, until `end` or the last restart. Runs in its own thread."""
         try:
             while child is not None:
                 child = self._restarts.revive(self._restart, how_ended(child), self._ended, PAUSE_S)
@@ -125,13 +128,13 @@ class ServerProcess:
         return child
 
     def _log_tail(self, lines: int = LOG_LINES, between: str = "\n") -> str:
-        """Return the end of the log, because a temporary log is removed with the run."""
+        """Return the end of the server's log as text, because a temporary log is removed with the run."""
         text = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
         return between.join([f"the end of its log ({self.log}):", *text.splitlines()[-lines:]])
 
 
 def how_ended(child: subprocess.Popen) -> str:
-    """Wait for a child's end. Returns how it ended, in words."""
+    """Wait until a child process ends. Returns how it ended, in words."""
     code = child.wait()
     if code >= 0:
         return f"ended with code {code}"

@@ -13,11 +13,11 @@ LOADING = "loading"  # status of a server, in the JSON of its answer 503, until 
 
 
 class RetrievalFailure(Exception):
-    """Base class of this package's errors."""
+    """Base class of the errors of the retrieval package."""
 
 
 class RetrievalError(RetrievalFailure, RuntimeError):
-    """A search failed: the server is down, slow, or sends invalid answers. Never the query's fault."""
+    """A search failed: the search server is down, slow, or sends invalid answers. Never the query's fault."""
 
 
 class RetrieverStartError(RetrievalFailure, RuntimeError):
@@ -53,14 +53,14 @@ class Document:
 
 
 class Hit(NamedTuple):
-    """A row and its score, before the passage is read."""
+    """A found passage as its row number in the corpus and its score, before the passage is read."""
 
     row: int  # position of the passage in the corpus, from 0
     score: float
 
 
 class SearchBackend(Protocol):
-    """Answers the searches of a server.
+    """Backend of a search server: returns documents for queries.
 
     Examples: index folders (``retrieval.retriever.Retriever``), another search engine, a reranker around a backend. One
     thread calls the constructor and every method. ``GET /health`` shows the attribute ``metadata``, if it exists.
@@ -74,7 +74,7 @@ class SearchBackend(Protocol):
 
 
 class Searcher(Protocol):
-    """An opened index. One thread calls every method."""
+    """An opened search index that returns row numbers and scores. One thread calls every method."""
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
         """Return at most ``k`` hits per query, best first."""

@@ -24,8 +24,8 @@ BENCHMARKS = {
 
 
 def split_reference(text: str) -> tuple[str | None, str]:
-    """Split "gsm8k:data/gsm8k.jsonl" into (name, path); a text without a known name before a colon becomes (None,
-    text).
+    """Split a reference such as "gsm8k:data/gsm8k.jsonl" into (name, path). A text without a known evaluation set
+    before a colon becomes (None, text).
 
     >>> split_reference("gsm8k:data/gsm8k.jsonl")
     ('gsm8k', 'data/gsm8k.jsonl')

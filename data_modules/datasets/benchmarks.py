@@ -51,8 +51,9 @@ DETAILS = {
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Task]:
-    """Read tasks with data source ``name``, ids ``<name>_<row>`` and metadata ability ("math", "qa", "choice" or
-    "code"), benchmark, what of ``DETAILS`` the file has, and for programs tests and starter_code (and no gold answer).
+    """Read the file of a published evaluation set into tasks. Their data source is ``name``, their ids
+    ``<name>_<row>``. Metadata holds ability ("math", "qa", "choice" or "code"), benchmark and what the file has of
+    ``DETAILS``. Programs have tests and starter_code instead of a gold answer.
 
     Args:
         name: one of ``references.BENCHMARKS``.
@@ -94,7 +95,7 @@ def ability_of_benchmark(name: str) -> str:
 
 
 def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Sequence[str]) -> str:
-    """Return the first of ``fields`` that any row has."""
+    """Return the first name in ``fields`` that is a column of any row, or raise DatasetError."""
     found = list(dict.fromkeys(field for row in rows for field in row))
     for field in fields:
         if field in found:
@@ -104,7 +105,8 @@ def _column(path: Path, rows: Sequence[dict[str, Any]], what: str, fields: Seque
 
 
 def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[str]:
-    """Return each row's first of ``fields``: SimpleQA's rows differ."""
+    """Return the question text of each row, from the first of ``fields`` with a value. SimpleQA's rows differ in
+    this."""
     column = _column(path, rows, "question", fields)
     values = [next((row[field] for field in fields if row.get(field) is not None), None) for row in rows]
     texts = [value.strip() if isinstance(value, str) else "" for value in values]
@@ -114,7 +116,9 @@ def _questions(path: Path, rows: Sequence[dict[str, Any]], fields: Sequence[str]
 
 
 def _gold_passages(path: Path, rows: Sequence[dict[str, Any]]) -> list[Passages]:
-    """Return the supporting paragraphs in the rows' metadata (HotpotQA, 2Wiki, MuSiQue); () for a row without them."""
+    """Return the gold passages of each row: the supporting paragraphs in its metadata (HotpotQA, 2Wiki, MuSiQue). A row
+    without them has ().
+    """
     found: list[Passages] = []
     incomplete = 0
     for row in rows:
@@ -146,7 +150,7 @@ def _answers(path: Path, rows: Sequence[dict[str, Any]], column: str, name: str,
 
 
 def _golds(value: Any, ability: str) -> tuple[str, ...]:
-    """Return the gold answers of one row, stripped; () for values other than texts and numbers."""
+    """Return the gold answers of one row as stripped texts; () if the value is neither text, number nor list."""
     if isinstance(value, str) and ability == "qa" and value.strip().startswith("["):
         # Not in mathematics, where "[1, 2]" is an interval.
         try:

@@ -39,7 +39,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read all rows of a .parquet, .jsonl or .json file; their ids are the file's name and the row.
+    """Read all rows of a .parquet, .jsonl or .json file as conversations. Their ids are ``<file name>_<row>``.
 
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row of another shape.
@@ -67,8 +67,10 @@ def _conversation(path: Path, number: int, row: dict[str, Any], typed: bool) -> 
 
 
 def _fault(roles: Sequence[str]) -> str | None:
-    """Return why nothing can be learnt from these roles: ``no_assistant``; ``unfinished`` (the last message is not the
-    assistant's); ``wrong_order``, such as two assistant messages in a row or a result without a call."""
+    """Return the reason why this order of roles cannot be trained on, or None. ``no_assistant``; ``unfinished``: the
+    last message is not the assistant's; ``wrong_order``: such as two assistant messages in a row, or a result without a
+    call.
+    """
     if "assistant" not in roles:
         return "no_assistant"
     if roles[-1] != "assistant":
@@ -95,11 +97,13 @@ def _message(where: str, message: Any, typed: bool) -> Message:
 
 
 class _UnreadableCall(ValueError):
-    """The arguments of a call are not a JSON object."""
+    """The arguments of a tool call are not a JSON object."""
 
 
 def _call(where: str, call: Any, typed: bool) -> dict[str, Any]:
-    """Read a tool call, with arguments as an object: templates write text unchanged or (Qwen2.5) quoted again."""
+    """Read a tool call and parse its arguments into an object. Templates would write text unchanged or (Qwen2.5) quoted
+    again.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DatasetError(f"{where}: a tool call is not {{type, function: {{name, arguments}}}}")

@@ -29,7 +29,7 @@ class DatasetError(FileError):
 
 
 def require_file(path: Path) -> Path:
-    """Return the path of an existing file. Raises DatasetError with the nearest name in its folder."""
+    """Return ``path`` if the file exists, else raise DatasetError with the most similar file name in its folder."""
     if path.is_file():
         return path
     if path.is_dir():
@@ -43,13 +43,15 @@ def require_file(path: Path) -> Path:
 
 
 def shown(rows: Sequence[int | str]) -> str:
-    """Return the first few numbers or ids, for a message."""
+    """Return the first few row numbers or ids as text, for a message."""
     rest = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
     return ", ".join(str(row) for row in rows[:SHOWN_ROWS]) + rest
 
 
 def refuse_rows(path: Path, total: int, rows: Sequence[int], fault: str, advice: str = "") -> None:
-    """Raise DatasetError that names ``rows`` (counted from 0, of ``total``), if there are any; ``advice`` ends it."""
+    """Raise DatasetError if ``rows`` (the numbers of faulty rows) is not empty. The message names them, counted from 0,
+    of ``total``, and ends with ``advice``.
+    """
     if rows:
         raise DatasetError(
             f"{path}: {len(rows)} of {total} rows with {fault}: row {shown(rows)} (counted from 0); correct or remove "
@@ -89,12 +91,13 @@ def refuse_lines(path: Path, unit: str, faults: Mapping[int, Sequence[str]], adv
 
 
 def said_lines(unit: str, faults: Mapping[int, Sequence[str]]) -> str:
-    """Return the faults with their lines, for a message; "" without faults."""
+    """Return the faults with their line numbers as text, for a message; "" without faults."""
     return "; ".join(listed(faults, unit, lambda lines, fault: f"{lines} with {fault}"))
 
 
 def listed(faults: Mapping[int, Sequence[str]], unit: str, say: Callable[[str, str], str]) -> list[str]:
-    """Return each fault with its lines, as ``say(lines, fault)`` puts it; of one kind SHOWN_ROWS faults, then a count.
+    """Return a text for each fault with its lines, as ``say(lines, fault)`` words it. Of each kind at most SHOWN_ROWS
+    faults are listed, then a count.
 
     Faults are of one kind if they differ only in numbers and quoted text.
 
@@ -119,7 +122,7 @@ def _kind_of(fault: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers for a message: SHOWN_ROWS runs of them, then a count."""
+    """Return sorted numbers as text for a message, such as "2-4, 7": the first SHOWN_ROWS runs, then a count."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -132,12 +135,12 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def said_faults(faults: Sequence[Sequence[str]]) -> str:
-    """Return the kinds of faults with their counts and first rows, for a message; "" without faults."""
+    """Return each kind of fault with its count and first rows as text, for a message; "" without faults."""
     return _said(_kinds(faults))
 
 
 def _kinds(faults: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Group rows by their first fault of each kind."""
+    """Return the row numbers by kind of fault, the most frequent kind first. The key is the first fault of the kind."""
     first: dict[str, str] = {}
     rows: dict[str, list[int]] = {}
     for row, texts in enumerate(faults):
@@ -153,8 +156,8 @@ def _said(kinds: dict[str, list[int]]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a .parquet, .jsonl (an object per line; empty lines are skipped) or .json file (a list of
-    objects), compressed by gzip or not. See ``common.tables``.
+    """Read the rows of a .parquet, .jsonl or .json file as dicts, compressed by gzip or not. A .jsonl file has an
+    object per line (empty lines are skipped), a .json file a list of objects. See ``common.tables``.
 
     Raises:
         DatasetError: no such file, another ending, a file that is not what its ending says, or one without rows.
@@ -175,7 +178,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def dataset_errors() -> Iterator[None]:
-    """Turn a FileError into a DatasetError."""
+    """Convert any FileError raised inside the ``with`` block into a DatasetError."""
     try:
         yield
     except FileError as error:
@@ -183,7 +186,7 @@ def dataset_errors() -> Iterator[None]:
 
 
 def read_each(path: Path, rows: Sequence[Row], read: Callable[[int, Row], Item]) -> list[Item]:
-    """Call ``read(number, row)`` for every row, numbers from 0.
+    """Call ``read(number, row)`` for every row, counted from 0, and return the list of results.
 
     Raises:
         DatasetError: with what ``read`` says of all rows that it refuses.
@@ -210,13 +213,13 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pl.DataFra
 
 
 def write_parquet(path: Path, frame: pl.DataFrame) -> None:
-    """Write a parquet file beside the target and rename it: a kill leaves the old file or the new one."""
+    """Write a parquet file atomically: a killed process leaves the old file or the new one."""
     with replacing(path) as temporary:
         frame.write_parquet(temporary)
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
-    """Return files unchanged, and folders as the parquet files in them by name.
+    """Return the paths of the given files, with each folder replaced by the parquet files in it, sorted by name.
 
     Raises:
         DatasetError: nothing given, no such file, or a folder without parquet files.
@@ -236,7 +239,7 @@ def expand(paths: Sequence[str]) -> list[Path]:
 
 
 def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
-    """Return at most ``limit`` items, evenly spaced over the whole (files are often sorted by data source).
+    """Return at most ``limit`` items, evenly spaced over the whole sequence (files are often sorted by data source).
 
     >>> spread("abcdefgh", 3)
     ['a', 'c', 'f']

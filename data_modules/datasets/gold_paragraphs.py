@@ -19,11 +19,12 @@ NOT_THERE = "supporting paragraphs that are not among those of the question"
 
 
 class NoParagraphs(ValueError):
-    """A row names supporting paragraphs, but some have no text."""
+    """A question's row names supporting paragraphs, but some of them have no text."""
 
 
 def gold_paragraphs(metadata: Any) -> Passages:
-    """Return the named paragraphs, each once, in order; () if a row names none.
+    """Return the supporting paragraphs that a question's metadata names, as (title, text), each once, in order. () if
+    it names none.
 
     Raises NoParagraphs.
     """

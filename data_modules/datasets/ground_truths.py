@@ -30,7 +30,7 @@ class GroundTruth:
 
 
 def read_truth(value: Any) -> GroundTruth:
-    r"""Read ``reward_model.ground_truth`` of one row.
+    r"""Read the ground truth of one row (``reward_model.ground_truth``): gold answers or a program's tests.
 
     Text or a number is the one gold answer (ARPO, DAPO), a list several (Skywork: as JSON), and a JSON object holds
     tests. A struct has ``target`` (Search-R1), or tests. In structs of a parquet file the fields that other rows have
@@ -60,7 +60,7 @@ def read_truth(value: Any) -> GroundTruth:
 
 
 def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
-    """Return a program's tests in the form of ``Task.metadata["tests"]``, or the reason why they cannot be used.
+    """Return a program's tests as a dict for ``Task.metadata["tests"]``, or the reason (text) why they cannot be used.
 
     Returns:
         {inputs, outputs, fn_name, public}: the texts that go in and must come out of standard input and output, or,
@@ -88,7 +88,7 @@ def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
 
 
 def _checked(tests: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the tests, or the reason why the reward would refuse them in the middle of a run."""
+    """Return the tests of a program, or the reason (text) why the reward would refuse them in the middle of a run."""
     try:
         check_tests(tests)
     except ValueError as fault:
@@ -97,7 +97,7 @@ def _checked(tests: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def _as_texts(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Join inputs and outputs that are lists of lines."""
+    """Return the inputs and outputs of a program's tests as texts; lists of lines are joined."""
 
     def text(value: Any) -> str:
         if isinstance(value, list):
@@ -108,9 +108,11 @@ def _as_texts(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str],
 
 
 def _as_json(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Return inputs and outputs as JSON. Texts are JSON already (LiveCodeBench).
+    """Return the inputs and outputs of a function's tests as JSON. Values that are texts are JSON already
+    (LiveCodeBench).
 
-    If arguments are lists (TACO), each output is a list with one result; if not all outputs are, they are results."""
+    If arguments are lists (TACO), each output is a list with one result; if not all outputs are, they are results.
+    """
     if all(isinstance(value, str) for value in inputs):
         return list(inputs), [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in outputs]
     if all(isinstance(value, list) and len(value) == 1 for value in outputs):
@@ -121,7 +123,8 @@ def _as_json(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[str], 
 
 
 def read_letter(value: Any) -> str | None:
-    r"""Return the option that a text consists of: "B", "(B)", "B." and ``\boxed{B}``, or None for any other value."""
+    r"""Return the option letter if the text is only that: "B", "(B)", "B." or ``\boxed{B}``. None for any other
+    value."""
     if not isinstance(value, str):
         return None
     found = _LETTER.fullmatch(value.strip().removeprefix("\\boxed{").removesuffix("}").strip())
@@ -129,9 +132,10 @@ def read_letter(value: Any) -> str | None:
 
 
 def ability_of(named: str | None, source: str, answers: Sequence[str], tests: dict[str, Any] | None) -> str | None:
-    """Return "math", "choice", "code", "qa" or None: by the tests, else by the file's column (any case), else by the
-    data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
-    4.5)."""
+    """Return a task's ability ("math", "choice", "code", "qa") or None. The tests decide, then the file's ability
+    column (any case), then the data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
+    4.5).
+    """
     name, source = (named or "").strip().lower(), source.lower()
     if tests is not None or name in ABILITIES:
         return "code" if tests is not None else name
@@ -145,7 +149,8 @@ def ability_of(named: str | None, source: str, answers: Sequence[str], tests: di
 
 
 def as_answers(value: Any) -> tuple[str, ...] | None:
-    """Return gold answers (a text, a number, or a list of them) as texts, without empty ones, or None for other values.
+    """Return gold answers as a tuple of texts, without empty ones. The value is a text, a number, or a list of them;
+    others yield None.
 
     >>> as_answers([4, "four", None, 0.5]), as_answers(7), as_answers(True)
     (('4', 'four', '0.5'), ('7',), None)

@@ -101,7 +101,7 @@ def _problem(question: Any, given: dict[str, Any], public: int, starter_code: st
 
 
 def _cases(name: str, value: Any) -> list[dict[str, Any]]:
-    """Read [{input, output, testtype}] from a column, as JSON or packed (``unpacked``)."""
+    """Read a column of test cases, [{input, output, testtype}], from JSON or from packed text (see ``unpacked``)."""
     if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
         value = unpacked(value)
     cases = _json(name, value, list)
@@ -111,7 +111,7 @@ def _cases(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def unpacked(text: str) -> str:
-    """Return the text of base64(zlib(pickle(text))), the form of private tests in the official files.
+    """Return the text inside base64(zlib(pickle(text))), the form of private tests in LiveCodeBench's official files.
 
     The pickle is read as data: one text and nothing else. A pickle may ask for any function to be called, and one that
     holds more than a text is refused without being loaded.
@@ -137,7 +137,8 @@ def unpacked(text: str) -> str:
 
 
 def _json(name: str, value: Any, kind: type) -> Any:
-    """Return a list or dict, also from JSON text."""
+    """Return the value as ``kind`` (list or dict), parsed first if it is JSON text. Raises ValueError for other
+    values."""
     if isinstance(value, str):
         try:
             value = strict_json(value)

@@ -22,8 +22,9 @@ MAPPED = ("id", "question", "golden_answers", "data_source", "ability", "hint", 
 @dataclass(slots=True)
 class OwnRows:
     """The rows of a user's question file, renamed to our columns, each with its line number. ``unreadable`` maps the
-    number of each line without a row to the reason. ``unit`` names what the numbers count from 1 (see ``Table``), and
-    ``given`` lists the file's own columns."""
+    number of each line that could not be read to the reason. ``unit`` names what the numbers count from 1 (see
+    ``Table``), and ``given`` lists the file's own columns.
+    """
 
     unit: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -37,7 +38,7 @@ class OwnRows:
 
 
 def read_own(path: Path, columns: Mapping[str, str]) -> OwnRows:
-    """Read all rows of a file.
+    """Read all rows of a user's question file and rename their columns to ours.
 
     Args:
         columns: of ``MAPPED``, the file's own names.
@@ -78,7 +79,9 @@ def _unreadable(row: Any) -> str:
 def _ours(
     row: dict[str, Any], columns: Mapping[str, str], identity: str, source: str, there: list[str]
 ) -> dict[str, Any]:
-    """Return the row in our columns. A mapped name is removed even if it is ours; columns that no row has are made."""
+    """Return a row of a user's file with our column names. A mapped column is removed under its old name; missing
+    columns are added.
+    """
     taken = set(columns.values()) | set(columns)
     out = {name: row.get(name) for name in there if name not in taken}
     out |= {ours: row.get(theirs) for ours, theirs in columns.items()}
@@ -90,7 +93,8 @@ def _ours(
 
 
 def _answers(value: Any) -> Any:
-    """Return gold answers as a list of texts, also from JSON text; other values are returned unchanged."""
+    """Return gold answers as a list of texts, parsed first if they are JSON text. Other values are returned
+    unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

@@ -53,7 +53,7 @@ SCHEMA = {
 
 
 class RowFault(ValueError):
-    """A row cannot be used. ``faults`` fit the message "3 rows with <fault>"."""
+    """A row of a question file cannot be used. ``faults`` fit the message "3 rows with <fault>"."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
@@ -67,7 +67,9 @@ class Reader:
         self.faults: list[str] = []
 
     def read(self, default: Value, function: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the function's value, or ``default`` if it raises RowFault."""
+        """Call ``function(*arguments)`` and return its value. If it raises RowFault, collect the faults and return
+        ``default``.
+        """
         try:
             return function(*arguments)
         except RowFault as fault:
@@ -76,7 +78,8 @@ class Reader:
 
 
 class QuestionFile:
-    """Reads the columns that ``questions.py`` documents. Raises the errors of ``questions.load_tasks``.
+    """Reads one question file into tasks, by the columns that ``questions.py`` documents. Raises the errors of
+    ``questions.load_tasks``.
 
     Args:
         columns: for a file of another shape, our columns by the file's own names (see ``own_questions``); None: parquet
@@ -114,9 +117,10 @@ class QuestionFile:
             raise self._missing("data_source")
 
     def tasks(self, on_invalid_row: OnInvalidRow = "refuse", answers: bool = True) -> list[Task]:
-        """Return the rows as tasks. ``answers`` requires a gold answer or tests.
+        """Return the rows of the question file as tasks. ``answers`` requires a gold answer or tests.
 
-        Rows with faults are refused in one message, or dropped and logged; dropping does not change ids."""
+        Rows with faults are refused in one message, or dropped and logged; dropping does not change ids.
+        """
         tasks, faults = self._checked(answers)
         if self._own is not None:
             self._report_lines(self._own, faults, on_invalid_row if tasks else "refuse")
@@ -140,7 +144,7 @@ class QuestionFile:
         return tasks
 
     def _checked(self, answers: bool) -> tuple[list[Task], list[Sequence[str]]]:
-        """Return the usable rows as tasks, and the faults of each row."""
+        """Return the usable rows as tasks, and a list with the faults of every row."""
         tasks: list[Task] = []
         faults: list[Sequence[str]] = []
         first: dict[str, int] = {}  # lines by id, of your own files; others share ids between data sources
@@ -157,7 +161,7 @@ class QuestionFile:
         return tasks, faults
 
     def _report_lines(self, own: OwnRows, faults: Sequence[Sequence[str]], on_invalid_row: OnInvalidRow) -> None:
-        """Refuse the faults of a file of your own shape, or log them if its rows are dropped."""
+        """Raise DatasetError for the faulty lines of a user's own file, or log them if such rows are dropped."""
         found = own.unreadable | {line: texts for line, texts in zip(own.lines, faults, strict=True) if texts}
         if on_invalid_row == "refuse":
             refuse_lines(self._path, own.unit, found, ADVICE)
@@ -167,7 +171,7 @@ class QuestionFile:
             logger.warning("%s: %d of %d %ss are left out: %s", self._path, len(found), total, own.unit, said)
 
     def _task(self, reader: Reader, identity: Any, row: dict[str, Any], answers: bool) -> Task:
-        """Return the row as a task; the reader collects its faults."""
+        """Return one row as a task; ``reader`` collects the row's faults."""
         identity = reader.read("", _text, identity, "an id", "no id")
         source = reader.read("", _text, row["data_source"], "a data_source", "no data source")
         question = reader.read("", self._question, row)
@@ -185,7 +189,8 @@ class QuestionFile:
         return Task(identity, question, truth.answers, source, passages, metadata, prompt)
 
     def _gold(self, row: dict[str, Any]) -> Passages:
-        """Return the gold passages; for published rows the supporting paragraphs in their metadata."""
+        """Return the gold passages of a row: its own ``gold_passages``, else the supporting paragraphs in its
+        metadata."""
         if own := _passages(row.get("gold_passages")):
             return own
         try:
@@ -245,7 +250,9 @@ class QuestionFile:
 
 
 def _text(value: Any, what: str, empty: str) -> str:
-    """Return the stripped text. Raises RowFault: ``empty`` without text, or that ``what`` has another type."""
+    """Return ``value`` as stripped text. Raises RowFault with ``empty`` if there is no text, or that ``what`` has
+    another type.
+    """
     if value is not None and not isinstance(value, str):
         raise RowFault(f"{what} that is {type(value).__name__}, expected text")
     if not value or not value.strip():
@@ -259,8 +266,9 @@ def _extra(row: dict[str, Any], field: str) -> Any:
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the prompt's messages; [] if the column is missing or has another shape: only the template ``dataset``
-    needs them, and reports it."""
+    """Return the prompt's messages of a row; [] if the column is missing or has another shape. Only the template
+    ``dataset`` needs them, and reports it.
+    """
     prompt = row.get("prompt")
     if not isinstance(prompt, list):
         return []
@@ -268,7 +276,9 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question_of(messages: Sequence[dict[str, Any]], whole: bool) -> str:
-    """Return the last user turn if ``whole`` or if there is a system message (ARPO); else its text after the marker."""
+    """Return the question in a prompt: the last user message if ``whole`` or with a system message (ARPO). Otherwise
+    its text after "Question:".
+    """
     text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None) or ""
     return text if whole or any(m["role"] == "system" for m in messages) else text.partition(QUESTION_MARKER)[2]
 
@@ -288,7 +298,7 @@ def _passages(value: Any) -> Passages:
 
 
 def _metadata(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the metadata column."""
+    """Return the metadata column of a row as a dict."""
     value = row.get("metadata")
     if isinstance(value, dict):  # a struct: its plain fields
         found = {k: v for k, v in value.items() if v is not None and not isinstance(v, (dict, list))}
@@ -305,7 +315,7 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hint(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the hint for a teacher (OPSD), as metadata; {} without a hint."""
+    """Return {"hint": text}, the row's hint for a teacher (OPSD), as metadata; {} without a hint."""
     hint = row.get("hint", _extra(row, "hint"))
     if hint is not None and not isinstance(hint, str):
         raise RowFault(f"a hint that is {type(hint).__name__}, expected text")
@@ -313,7 +323,7 @@ def _hint(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _truth(row: dict[str, Any]) -> GroundTruth:
-    """Return the row's ``golden_answers``, else its ``reward_model.ground_truth``."""
+    """Return the row's ground truth: its ``golden_answers``, else its ``reward_model.ground_truth``."""
     golds, model = row.get("golden_answers"), row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     target = truth.get("target") if isinstance(truth, dict) else None
@@ -329,7 +339,9 @@ def _truth(row: dict[str, Any]) -> GroundTruth:
 
 
 def _check_truth(truth: GroundTruth, metadata: dict[str, Any], answers: bool) -> None:
-    """Raise RowFault for faults that would end a run hours later, when an answer to this question is judged."""
+    """Raise RowFault if a task's ground truth cannot be scored. Otherwise the run would fail hours later, when the
+    reward judges an answer.
+    """
     if truth.fault:
         raise RowFault(truth.fault)
     ability, tests = metadata.get("ability"), metadata.get("tests")

@@ -59,7 +59,7 @@ def load_tasks(
     answers: bool = True,
     columns: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """Read one or several question files, in order.
+    """Read one or several question files into a list of tasks, in order.
 
     Ids are made unique: an id that occurs more than once (Search-R1's merged files take ``train_0`` from every source)
     becomes ``<data_source>/<id>``. Messages count rows from 0.
@@ -93,7 +93,8 @@ def _load(path: str, on_invalid_row: OnInvalidRow, answers: bool, columns: Mappi
 
 
 def write_tasks(path: str | Path, tasks: Iterable[Task], render: Callable[[Task], str] | None = None) -> None:
-    """Write tasks in the schema of the module docstring, so that ``load_tasks`` reads them back.
+    """Write tasks to a parquet file in Search-R1's schema (see the module docstring), so that ``load_tasks`` reads them
+    back.
 
     Args:
         path: target; replaced atomically.
@@ -124,7 +125,9 @@ def _row(task: Task, index: int, prompt: Sequence[tuple[str, str]]) -> dict[str,
 
 
 def unique(tasks: list[Task], paths: Sequence[str]) -> list[Task]:
-    """Return the tasks of all files with unique ids, see ``load_tasks``. Raises DatasetError where that fails."""
+    """Return the tasks of all files with unique ids, see ``load_tasks``. Raises DatasetError if an id occurs twice in
+    one data source.
+    """
     counts = Counter(task.id for task in tasks)
     if len(counts) == len(tasks):
         return tasks

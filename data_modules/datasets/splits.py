@@ -16,8 +16,8 @@ Part = Literal["train", "val", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Splits questions by their text and the seed, independent of their place in the file. Questions with the same text
-    stay together, so that a test question is never trained on.
+    """Splits questions into training, validation and test by their text and the seed, independent of their place in the
+    file. Questions with the same text stay together, so that a test question is never trained on.
 
     Args:
         val: share of the different questions, below 1; at least one question if above 0.
@@ -39,7 +39,9 @@ class Splits:
             )
 
     def part(self, tasks: Sequence[Task], part: Part) -> list[Task]:
-        """Return the tasks of ``part``, in order. Raises DatasetError if there are too few questions to split."""
+        """Return the tasks of one part ("train", "val" or "test"), in order. Raises DatasetError if there are too few
+        questions to split.
+        """
         # By text, so that of two whose derived seeds were alike none would be lost.
         different = sorted({t.question for t in tasks}, key=lambda text: (derive_seed(self.seed, "split", text), text))
         test, val = (max(1, round(share * len(different))) if share else 0 for share in (self.test, self.val))

@@ -49,7 +49,7 @@ _QUOTED_BOX = re.compile(r"\\boxed\{\s*(['\"])([^'\"{}]*)\1\s*\}")
 
 
 def with_tool_prompts(tasks: Sequence[Task], lcb_examples: int | None = 2, by_first_row: bool = False) -> list[Task]:
-    """Return the tasks with ``prompt`` set by ``tool_prompt``.
+    """Return copies of the tasks whose ``prompt`` is SOD's prompt for reasoning with a tool (``tool_prompt``).
 
     Args:
         lcb_examples: see ``tool_prompt``.

@@ -18,9 +18,11 @@ _RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 
 
 class MalformedTrace(ValueError):
-    """A trace cannot be trained on. ``reason``: of a tagged trace no_question, control_token_in_prompt,
-    not_one_exchange, call_without_result, result_without_call, unclosed_result, no_answer, text_after_answer; of a
-    conversation no_assistant, unfinished, wrong_order, unreadable_call, control_token, unrenderable."""
+    """A trace (recorded conversation) cannot be trained on. ``reason``: of a tagged trace no_question,
+    control_token_in_prompt, not_one_exchange, call_without_result, result_without_call, unclosed_result, no_answer,
+    text_after_answer; of a conversation no_assistant, unfinished, wrong_order, unreadable_call, control_token,
+    unrenderable.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -39,7 +41,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text of one model turn, and the tool result that follows."""
+    """The text of one model turn of a trace, and the tool result that follows."""
 
     text: str  # ends with the closing tag of the call, or of the answer
     observation: str = ""  # the result block, with the white space before it
@@ -49,7 +51,7 @@ class Piece:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Read all rows of a .json or .jsonl file; their ids are the file's name and the row.
+    """Read all rows of a .json or .jsonl file as tagged traces. Their ids are ``<file name>_<row>``.
 
     Raises:
         DatasetError: no such file, a file that cannot be read, or a row in neither shape.
@@ -90,7 +92,8 @@ def _text(where: str, name: str, value: Any) -> str:
 
 
 def cut(output: str) -> list[Piece]:
-    """Return the trace's pieces; their texts and observations, concatenated, are ``output``.
+    """Cut a trace's output into pieces: one per model turn, with the tool result after it. Their texts and
+    observations, concatenated, are ``output``.
 
     A rollout stops at every </search> and </python>, and the tool's answer follows, whether the tag is meant as a call
     or not. So each must be followed by a result, and results stand nowhere else. Other tags in a result mean nothing.

@@ -38,7 +38,8 @@ Tool = str | dict[str, Any]  # a name, a file, or the schema itself
 
 
 class ChatTraces(TraceStage[Conversation]):
-    """Writes ``trajectories/chunk-<n>.parquet`` (rollout.storage), for ``SupervisedDataModule``.
+    """Tokenises conversations with tool calls and writes them as trajectories for ``SupervisedDataModule``. The files
+    are ``trajectories/chunk-<n>.parquet`` (rollout.storage).
 
     Log-probs are 0.0 and the policy version is 0: these tokens were not sampled. A task has no gold answer: the
     conversation's own is in ``Trajectory.answer``. Besides what ``TraceStage.run`` lists, the report counts, of the
@@ -95,7 +96,7 @@ class ChatTraces(TraceStage[Conversation]):
     read_file = staticmethod(read_conversations)
 
     def trajectory(self, trace: Conversation) -> Trajectory:
-        """Tokenise one conversation. Raises MalformedTrace."""
+        """Return one conversation, tokenised, as a trajectory. Raises MalformedTrace."""
         if trace.fault is not None:
             raise MalformedTrace(trace.fault)
         said_by_others = [message for message in trace.messages if message["role"] != "tool"]
@@ -177,7 +178,7 @@ class ChatTraces(TraceStage[Conversation]):
 def _tokenised(
     protocol: HermesProtocol, said: Sequence[AssistantTurn]
 ) -> tuple[list[int], list[int], list[Turn], list[ToolCall]]:
-    """Return response ids, loss mask, turns and calls. The last turn has no observation."""
+    """Return the response ids, loss mask, turns and calls of a conversation. The last turn has no observation."""
     ids: list[int] = []
     mask: list[int] = []
     turns: list[Turn] = []
@@ -204,8 +205,9 @@ def _result(text: str) -> ToolResult:
 
 
 def cut_right(trajectory: Trajectory, tokens: int) -> Trajectory | None:
-    """Cut the trajectory to its first ``tokens`` response tokens, without a final observation, or None if no trainable
-    token is left."""
+    """Return the trajectory cut to its first ``tokens`` response tokens, without a final observation. None if no
+    trainable token is left.
+    """
     turns = [turn for turn in trajectory.turns if turn.start < tokens]
     if not turns:
         return None

@@ -41,7 +41,8 @@ COUNTS = ("questions", "generated", "failed", "correct", "kept", "tokens_generat
 
 
 class GenerateTrajectories:
-    """Rolls questions out chunk by chunk, and writes finished chunks to disk; a run after a kill continues behind them.
+    """Rolls a teacher out over questions and writes the correct trajectories (or all, see ``keep``), chunk by chunk. A
+    run after a kill continues behind the finished chunks.
 
     The output folder gets ``trajectories/chunk-<n>.parquet`` (rollout.storage; no file for a chunk without kept
     trajectories), then ``progress/chunk-<n>.json``, which marks the chunk as done. Each generation needs a separate
@@ -107,9 +108,10 @@ class GenerateTrajectories:
         self._guard = FailureGuard(max_infrastructure_failures, max_consecutive_failures)
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Generate the missing chunks and return the summary: counts over all chunks, ``lost`` (ids of questions with
-        trajectories that infrastructure failed in every attempt, ``failed`` in number), ``correct_share``,
-        ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>``, ``seconds``.
+        """Generate the missing chunks of trajectories and return a summary of all chunks. It holds counts, ``lost``
+        (ids of questions with trajectories that infrastructure failed in every attempt, ``failed`` in number),
+        ``correct_share``, ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>`` and
+        ``seconds``.
 
         Raises:
             DatasetError: a question file is wrong, or no trajectory was kept.
@@ -145,7 +147,7 @@ class GenerateTrajectories:
     # ------------------------------------------------------------------------------------------------------------
 
     def _done(self, output_dir: Path, number: int) -> dict[str, Any]:
-        """Return the counts of a finished chunk; {} if it is not finished."""
+        """Return the counts of a finished chunk of questions; {} if the chunk is not finished."""
         path = output_dir / "progress" / f"chunk-{number:05d}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -179,7 +181,9 @@ class GenerateTrajectories:
     def _roll_out(
         self, tasks: list[Task], seed: int, mode: PromptMode, on_progress: Callable[[int, int], None]
     ) -> list[Trajectory]:
-        """Roll out infrastructure failures again, with their seeds."""
+        """Return trajectories of all tasks. Those that infrastructure failed are rolled out again, with the same seeds,
+        up to RETRIES times.
+        """
 
         def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:
             return self.rollouts.rollout(
@@ -198,7 +202,9 @@ class GenerateTrajectories:
         return trajectories
 
     def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:
-        """Choose the prompt mode of each question by its id; questions without gold passages use the search loop."""
+        """Return the questions by prompt mode, which is chosen by each question's id. Questions without gold passages
+        use the search loop.
+        """
         parts: dict[PromptMode, list[Task]] = {PromptMode.AGENT: []}
         for task in tasks:
             draw = derive_seed(seed, "mode", task.id) % 10_000 / 10_000
@@ -239,7 +245,9 @@ def _sampled(trajectories: Sequence[Trajectory]) -> int:
 
 
 def is_right(trajectory: Trajectory) -> bool:
-    """Return the environment's success if it scores itself, else the answer's exact match."""
+    """Return whether a trajectory is correct: the environment's success if it scores itself, else the answer's exact
+    match.
+    """
     success = None if trajectory.reward is None else trajectory.reward.parts.get("success")
     return (
         success == 1.0 if success is not None else bool(exact_match(trajectory.answer, trajectory.task.golden_answers))

@@ -39,7 +39,8 @@ from rollout.trajectory import (
 
 
 class TaggedTraces(TraceStage[Trace]):
-    """Writes ``trajectories/chunk-<n>.parquet`` (rollout.storage), for ``SupervisedDataModule``.
+    """Tokenises ARPO's tagged traces (recorded conversations) and writes them as trajectories for
+    ``SupervisedDataModule``. The files are ``trajectories/chunk-<n>.parquet`` (rollout.storage).
 
     Log-probs are 0.0 and the policy version is 0, because the tokens were not sampled. The data module's option
     ``append_eos`` adds the EOS. Tasks have no gold answer; the trace's answer is in ``Trajectory.answer``.
@@ -89,12 +90,12 @@ class TaggedTraces(TraceStage[Trace]):
     read_file = staticmethod(read_traces)
 
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
-        """Count ``format_errors``: kept traces that ARPO's reward would refuse."""
+        """Add 1 to ``format_errors`` if ARPO's reward would refuse this kept trace."""
         sampled = "".join(piece.text + EMPTY_RESULT * (piece.tool is not None) for piece in cut(trace.output))
         counts["format_errors"] += format_error(sampled) is not None
 
     def trajectory(self, trace: Trace) -> Trajectory:
-        """Tokenise one trace. Raises MalformedTrace."""
+        """Return one trace, tokenised, as a trajectory. Raises MalformedTrace."""
         if trace.fault is not None:
             raise MalformedTrace(trace.fault)
         messages = self._messages(trace)
@@ -157,13 +158,15 @@ class TaggedTraces(TraceStage[Trace]):
         return messages
 
     def _observed(self, text: str) -> list[int]:
-        """Tokenise a result block as ``ARPOProtocol`` shows it: its tags as tags, and its content as foreign text."""
+        """Return the token ids of a tool's result block as ``ARPOProtocol`` shows it: its tags as tags, and its content
+        as foreign text.
+        """
         opening, tag, rest = text.partition("<result>")
         body, closing, after = rest.rpartition("</result>")
         return self._quotes.ids(f"{opening}{tag}{self._quotes.quote(body)}{closing}{after}")
 
     def _ids(self, text: str, plain: bool = True) -> list[int]:
-        """Tokenise text; ``plain`` treats control tokens in it as ordinary text."""
+        """Return the token ids of ``text``. ``plain`` treats control tokens in the text as ordinary text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
 
 

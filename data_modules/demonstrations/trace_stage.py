@@ -26,7 +26,8 @@ Trace = TypeVar("Trace")
 
 
 class TraceStage(ABC, Generic[Trace]):
-    """Reads traces, turns each into a trajectory, writes chunks, counts.
+    """Stage that reads traces (recorded conversations), tokenises each into a trajectory, and writes and counts the
+    trajectories.
 
     Args:
         files: of traces.
@@ -45,27 +46,27 @@ class TraceStage(ABC, Generic[Trace]):
     @staticmethod
     @abstractmethod
     def read_file(path: Path) -> list[Trace]:
-        """Read all traces of a file. Raises DatasetError."""
+        """Return all traces (recorded conversations) of a file. Raises DatasetError."""
 
     def read(self) -> list[Trace]:
         return [trace for file in self.files for trace in self.read_file(Path(file))]
 
     @abstractmethod
     def trajectory(self, trace: Trace) -> Trajectory:
-        """Tokenise one trace. Raises MalformedTrace."""
+        """Return one trace, tokenised, as a trajectory. Raises MalformedTrace."""
 
     @abstractmethod
     def note(self, trace: Trace, trajectory: Trajectory, counts: Counter[str]) -> None:
-        """Count more properties of a trace that was kept, for the stage's table."""
+        """Add further properties of a kept trace to ``counts``, for the stage's table."""
 
     def shorten(self, trajectory: Trajectory, max_tokens: int) -> Trajectory | None:
         """Shorten a trajectory that is too long, or return None to drop it."""
         return None
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write all trajectories, and return the counts ``found``, ``kept``, ``too_long`` (left out), ``malformed`` and
-        ``malformed/<reason>``, ``tokens`` and ``loss_tokens`` (of the kept), the stage's own ``counted`` and
-        ``seconds``.
+        """Write the trajectories of all traces, and return a table of counts. Its names are ``found``, ``kept``,
+        ``too_long`` (left out), ``malformed`` and ``malformed/<reason>``, ``tokens`` and ``loss_tokens`` (of the kept),
+        the stage's own ``counted`` and ``seconds``.
 
         Raises:
             DatasetError: no such file, a row of an unknown shape, or no trace that can be kept.

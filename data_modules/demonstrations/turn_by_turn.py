@@ -15,8 +15,8 @@ from rollout.trajectory import Trajectory, Turn
 
 
 class TurnByTurn:
-    """Rewrites saved trajectories with the prompts of a protocol with a window of history, for the cold start of a
-    model that acts turn by turn. The sampled ids stay the same; the prompt before each turn is replaced.
+    """Rewrites saved conversations so that every turn has a separate prompt, written by a protocol with a window of
+    history. They serve the cold start of a model that acts turn by turn. The sampled ids stay the same.
 
     Args:
         trajectories: files written by rollout.storage, or folders of them: one conversation each, of tasks that the
@@ -33,7 +33,7 @@ class TurnByTurn:
         self.files, self.protocol = as_list("trajectories", trajectories), protocol
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``trajectories/part-<n>.parquet``, one for each file.
+        """Rewrite each trajectory file and write it to ``trajectories/part-<n>.parquet`` in the output folder.
 
         Raises:
             DatasetError: no file, or a trajectory that cannot be written so.

@@ -12,7 +12,8 @@ NO_LIMIT = 2**20  # tokens per turn; the budgets of the rollout system apply
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding options of a turn; ``temperature`` 0 is greedy. The rollout system sets lengths, stop strings and seeds.
+    """Sampling options of a turn: temperature (0 is greedy), top_p, top_k and repetition penalty. The rollout system
+    sets lengths, stop strings and seeds.
 
     Raises ValueError for values that no engine takes (`SamplingParams.checked`).
     """

@@ -10,17 +10,20 @@ from rollout.trajectory import InfrastructureError, Trajectory
 
 
 class TooManyFailuresError(InfrastructureError):
-    """Too large a share of trajectories failed by infrastructure; the run can be resumed."""
+    """Too large a share of trajectories failed because of infrastructure, such as an engine or a tool. The run can be
+    resumed.
+    """
 
 
 def sum_over_ranks(counts: tuple[int, int]) -> tuple[int, int]:
-    """Return the element-wise sum over ranks. A collective."""
+    """Return the sums of two counts over all ranks. A collective."""
     everything = gather_objects(counts)
     return sum(c[0] for c in everything), sum(c[1] for c in everything)
 
 
 class FailureGuard:
-    """Counts infrastructure failures of consecutive batches over all ranks, so that all ranks stop together.
+    """Counts trajectories that infrastructure failed, over all ranks, and stops all ranks together after too many bad
+    batches.
 
     Args:
         max_share: a batch is bad if a larger share of its trajectories failed.
@@ -34,7 +37,8 @@ class FailureGuard:
         self._bad_in_a_row = 0
 
     def check(self, trajectories: Sequence[Trajectory], what: str, reasons: Sequence[str] = ()) -> None:
-        """Raise TooManyFailuresError at the ``patience``-th bad batch in a row. A collective.
+        """Raise TooManyFailuresError at the ``patience``-th consecutive batch with too many infrastructure failures. A
+        collective.
 
         Args:
             what: name of the batch, for the message.

@@ -24,19 +24,19 @@ def run_seed(seed: int | None) -> int:
 
 
 def permutation(n: int, seed: int) -> list[int]:
-    """Return 0 .. n-1 in an order that depends only on ``seed``."""
+    """Return the numbers 0 .. n-1 as a list in an order that depends only on ``seed``."""
     order = list(range(n))
     random.Random(seed).shuffle(order)
     return order
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a short hash of the settings that a saved position depends on."""
+    """Return a short hash of the given settings. A loader's saved position is accepted only with the same hash."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 class TrainLoader:
-    """An endless stream of batches, cut into passes of ``length`` for Lightning.
+    """Train loader that makes an endless sequence of batches, cut into passes of ``length`` for Lightning.
 
     Batch ``i`` is ``make(i)`` and depends only on ``i`` (and, in rollouts, the weights). Every ``iter`` continues the
     stream, so a limit on batches per epoch never repeats or skips data.
@@ -70,7 +70,9 @@ class TrainLoader:
         return {"position": self.position, "data": self._data, "sampling": self._sampling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position. Raises ValueError if it was saved with other data or sampling settings."""
+        """Restore the loader's position in the data. Raises ValueError if it was saved with other data or sampling
+        settings.
+        """
         if state["data"] != self._data:
             raise ValueError(
                 "the checkpoint was written over other training data: the files, their order (seed), or the batch "
@@ -85,7 +87,7 @@ class TrainLoader:
 
 
 class EvaluationLoader:
-    """Rolls out a rank's share of the tasks, in order, batch by batch.
+    """Evaluation loader that rolls out this rank's share of the tasks, in order, batch by batch.
 
     Rank r takes tasks r, r + world, ..., each once. Every rank has the same number of batches, because collectives
     follow each, so the last batches of some ranks may be empty.

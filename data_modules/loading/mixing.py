@@ -12,26 +12,31 @@ Source = Literal["fixed", "fresh", "kept"]
 
 
 class Mixing(ABC):
-    """Chooses where each batch comes from (saved, fresh or kept trajectories), the same on every rank.
+    """Chooses where each distillation batch comes from: saved, newly sampled ("fresh") or kept trajectories of the
+    student. The choice is the same on every rank.
 
     ``capacity``: how many of the student's latest trajectories are kept. ``follows``: the held-out loss that
-    ``validated`` receives, such as "ce", or None for no loss."""
+    ``validated`` receives, such as "ce", or None for no loss.
+    """
 
     capacity: int = 0
     follows: str | None = None
 
     @abstractmethod
     def source(self, draw: float, step: int, total: float, kept: int) -> Source:
-        """Return the source of the batch of step ``step`` (from 1) of ``total``.
+        """Return the source of the batch at ``step`` (1 to ``total``): "fixed", "fresh" or "kept" trajectories.
 
-        ``draw`` is uniform in [0, 1); ``kept`` counts the kept trajectories: "kept" needs at least one."""
+        ``draw`` is uniform in [0, 1); ``kept`` counts the kept trajectories: "kept" needs at least one.
+        """
 
     def validated(self, loss: float) -> None:
-        """Receive the held-out loss named by ``follows``, before the first optimiser step and at every validation."""
+        """Receive the loss on held-out trajectories that ``follows`` names. Called before the first optimiser step and
+        at every validation.
+        """
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Return the values to log at every step."""
+        """Return the values to log at every step, by name."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,8 +47,9 @@ class Mixing(ABC):
 
 
 class OnPolicyShare(Mixing):
-    """GKD's lambda (arXiv 2306.13649; ``lmbda`` of trl's GKDTrainer): the probability that the student's own
-    trajectories replace a batch. 1 is on-policy distillation, 0 the fixed data."""
+    """Replaces a batch by the student's own trajectories with probability ``share``. This is GKD's lambda (arXiv
+    2306.13649; ``lmbda`` of trl's GKDTrainer): 1 is on-policy distillation, 0 the fixed data.
+    """
 
     def __init__(self, share: UnitInterval = 0.5) -> None:
         self.share = share
@@ -53,7 +59,8 @@ class OnPolicyShare(Mixing):
 
 
 class AdaptiveOffPolicy(Mixing):
-    """Adaptive off-policy sampling of DistiLLM (arXiv 2402.03898; jongwooko/distillm, finetune.py and buffer.py).
+    """Chooses between saved, fresh and kept trajectories by DistiLLM's adaptive off-policy sampling (arXiv 2402.03898;
+    jongwooko/distillm, finetune.py and buffer.py).
 
     ``phi`` is the share of the student's trajectories, fresh or kept. A batch is fresh if the draw is below
     ``phi (1 - step / total)``, or below ``phi`` while fewer than ``capacity`` are kept. It is kept (drawn without

@@ -27,7 +27,7 @@ Prompts = Literal["as_given", "tool_reasoning", "tool_reasoning_first_row"]
 
 @dataclass(frozen=True, slots=True)
 class QuestionLoading:
-    """Reads question files and words their prompts.
+    """Reads question files and writes the prompts of their questions.
 
     Args:
         protocol: writes the prompts; null only where no file is loaded.
@@ -60,7 +60,9 @@ class QuestionLoading:
             )
 
     def read(self, files: Sequence[str]) -> list[Task]:
-        """Return all questions of ``files``, in order, for ``select``. Raises DatasetError, see ``load_tasks``."""
+        """Return all questions of ``files`` as tasks, in order, for ``select``. Raises DatasetError, see
+        ``load_tasks``.
+        """
         names = tuple(files)
         tasks = self._read.get(names)
         if tasks is None:
@@ -79,7 +81,8 @@ class QuestionLoading:
         abilities: Sequence[str] | None = None,
         part: Part = "train",
     ) -> list[Task]:
-        """Return the questions of one split that the run uses, and log how many questions it leaves out.
+        """Return the questions of one split (training, validation, test) that the run uses. The log counts the
+        questions left out.
 
         Args:
             where: the files, for messages.
@@ -111,14 +114,16 @@ class QuestionLoading:
         return spread(tasks, limit)
 
     def worded(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks with the prompts asked for. Raises DatasetError, see ``with_tool_prompts``."""
+        """Return the tasks with the prompts that the option ``prompts`` asks for. Raises DatasetError, see
+        ``with_tool_prompts``.
+        """
         if self.prompts == "as_given":
             return list(tasks)
         return with_tool_prompts(tasks, self.lcb_examples, self.prompts == "tool_reasoning_first_row")
 
     @property
     def identity(self) -> tuple[str | int | None, ...]:
-        """Settings that change the prompts, for the fingerprint of saved positions; () by default."""
+        """The settings that change prompts, for the fingerprint of a saved position in the data; () by default."""
         return () if self.prompts == "as_given" else (self.prompts, self.lcb_examples)
 
 
@@ -174,7 +179,8 @@ def short_enough(
 
 
 def warn_of_unanswered(tasks: Sequence[Task], writer: FirstPrompts, room: int | None, where: str) -> None:
-    """Log the questions of an evaluation whose prompts leave no token to sample. Raises DatasetError if all are so."""
+    """Log the evaluation questions whose prompts leave no token to sample. Raises DatasetError if that holds for
+    all."""
     lengths = [] if room is None else prompt_lengths(tasks, writer, room)
     longer = [i for i, length in enumerate(lengths) if room is not None and length > room]
     if longer and len(longer) == len(tasks):
@@ -191,7 +197,7 @@ def warn_of_unanswered(tasks: Sequence[Task], writer: FirstPrompts, room: int | 
 
 
 def prompt_lengths(tasks: Sequence[Task], writer: FirstPrompts, below: int | None = None) -> list[int]:
-    """Count the tokens of each task's first prompt.
+    """Return the number of tokens in each task's first prompt.
 
     With ``below``, 0 for a prompt that has surely at most so many tokens: a thousand prompts take a second to write,
     and of most questions the number of characters is enough to know.
@@ -208,7 +214,7 @@ def prompt_lengths(tasks: Sequence[Task], writer: FirstPrompts, below: int | Non
 
 
 def _counted(tasks: Sequence[Task], chosen: Sequence[int]) -> str:
-    """Return the number of chosen tasks of each data source, and the first ids, for a message."""
+    """Return text for a message: how many of the ``chosen`` tasks each data source has, and their first ids."""
     total, counts = Counter(task.data_source for task in tasks), Counter(tasks[i].data_source for i in chosen)
     said = ", ".join(f"{source} {count} of {total[source]}" for source, count in sorted(counts.items()))
     return f"{said} (id {shown([tasks[i].id for i in chosen])})"

@@ -22,14 +22,16 @@ class RolledOut:
 
 
 class StalenessError(RuntimeError):
-    """A trajectory has a token older than ``max_off_policy_iterations`` allows.
+    """A trajectory has a token from older weights than ``max_off_policy_iterations`` allows.
 
-    The cause is a bug, or weights that are not pushed once an iteration."""
+    The cause is a bug, or weights that are not pushed once an iteration.
+    """
 
 
 @dataclass(slots=True)
 class RolloutsAhead:
-    """Generates up to ``limit`` batches ahead of the one that trains, in the event loop of the rollout system.
+    """Generates up to ``limit`` rollout batches ahead of the batch that trains, in the event loop of the rollout
+    system.
 
     Args:
         rollouts: rolls out.
@@ -43,10 +45,11 @@ class RolloutsAhead:
     _pending: dict[int, concurrent.futures.Future[RolledOut]] = field(default_factory=dict)
 
     def take(self, iteration: int, end: int | None) -> RolledOut:
-        """Wait for the batch of ``iteration``, and start the later ones (before ``end``) with the engine's current
-        weights.
+        """Return the rollouts of ``iteration`` once they are ready, and start the later ones (before ``end``) with the
+        engine's current weights.
 
-        Raises the exception of its generation."""
+        Raises the exception of its generation.
+        """
         for other in [i for i in self._pending if not iteration <= i <= iteration + self.limit]:
             self._drop(other)  # of an earlier position: a checkpoint was loaded
         self._begin(iteration)
@@ -64,11 +67,11 @@ class RolloutsAhead:
         return made
 
     def settle(self) -> None:
-        """Wait until generation has finished. Errors are kept for ``take``."""
+        """Wait until all batches being generated have finished. Errors are raised later, by ``take``."""
         concurrent.futures.wait(self._pending.values())
 
     def cancel(self) -> None:
-        """Cancel the generation in flight and discard its batches."""
+        """Cancel the batches being generated and discard them."""
         for iteration in list(self._pending):
             self._drop(iteration)
 
@@ -87,8 +90,9 @@ class RolloutsAhead:
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, limit: int) -> None:
-    """Raise StalenessError if a sampled token is from weights before ``version - limit``. Infrastructure failures are
-    not trained on, and skipped."""
+    """Raise StalenessError if a sampled token is from weights before ``version - limit``. Skips trajectories that
+    infrastructure failed, which are not trained on.
+    """
     for t in trajectories:
         versions = [] if t.failed_by_infrastructure else [v for turn in t.turns for v, _ in turn.versions]
         if versions and min(versions) < version - limit:

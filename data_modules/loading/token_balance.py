@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The trajectories of a rank after ranks have exchanged groups to balance their tokens.
+    """The trajectories of one rank after the ranks have exchanged prompt groups to balance their tokens.
 
     Attributes:
         trajectories: each with its ``batch_index``, its position in the batch of all ranks.
@@ -31,14 +31,16 @@ class Share:
 
 
 def tokens_of(group: Sequence[Trajectory]) -> int:
-    """Return the tokens of prompt and response that the models read for a group, without failures."""
+    """Return the number of prompt and response tokens that the models read for a prompt group. Infrastructure failures
+    do not count.
+    """
     rows = (row for t in group if not t.failed_by_infrastructure for row in split_turns(t))
     return sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
 
 
 def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Assign groups to ranks so that every rank has nearly the same number of tokens, by a fast heuristic. Returns for
-    each rank its groups as (present rank, position); every rank keeps its number of groups.
+    """Assign prompt groups to ranks so that every rank has nearly the same number of tokens, by a fast heuristic.
+    Returns for each rank its groups as (present rank, position); every rank keeps its number of groups.
 
     Deterministic. The costliest group goes first, each to the rank with the smallest sum that is not full. Then two
     ranks swap a group while that lowers the larger of their sums, starting with the largest rank.
@@ -69,7 +71,9 @@ def assign(costs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
 
 
 def _best_swap(bins: list[list[tuple[int, int, int]]], sums: list[int]) -> tuple[int, int, int, int] | None:
-    """Find the exchange that lowers the larger of two sums most: (largest rank, its group, other rank, its group)."""
+    """Find the swap of two groups that most lowers the larger token sum of their ranks. Returns (largest rank, its
+    group, other rank, its group), or None.
+    """
     top = max(range(len(sums)), key=lambda r: (sums[r], -r), default=0)
     best: tuple[int, tuple[int, int, int, int]] | None = None
     for other in range(len(sums)):
@@ -83,12 +87,13 @@ def _best_swap(bins: list[list[tuple[int, int, int]]], sums: list[int]) -> tuple
 
 
 def imbalance(sums: Sequence[int]) -> float:
-    """Return the largest value over the mean; 1.0 if all are equal."""
+    """Return the largest of the ranks' token sums over their mean; 1.0 if all are equal."""
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
 
 def balance(groups: Sequence[Sequence[Trajectory]], first_index: int, rank: int, exchange: bool = True) -> Share:
-    """Number this rank's trajectories, and exchange groups between ranks. A collective if ``exchange``.
+    """Exchange prompt groups between ranks to balance their tokens, and return this rank's trajectories with their
+    batch positions. A collective if ``exchange``.
 
     Args:
         groups: this rank's groups.

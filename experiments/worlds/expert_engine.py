@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 
 
 class CarelessPolicy:
-    """An expert with costly habits: with probability ``error_rate`` it starts a turn carelessly."""
+    """Base class of scripted experts with costly habits: with probability ``error_rate`` the expert starts a turn
+    carelessly.
+    """
 
     def __init__(self, error_rate: float = 0.15, seed: int = 0) -> None:
         self.error_rate, self.seed = error_rate, seed
 
     def slips(self, task: Task, turn: int) -> random.Random | None:
-        """Return the random generator of a careless turn, or None for a careful turn. The same arguments give the same
-        draws."""
+        """Return a random generator if the expert takes this turn carelessly, else None. The same arguments give the
+        same random numbers.
+        """
         rng = random.Random(f"{self.seed}:{task.id}:{turn}")
         return rng if rng.random() < self.error_rate else None
 
 
 class WorldExpert:
-    """Engine over a policy that knows the answers. Subclasses set the class variables.
+    """Inference engine whose answers come from a scripted expert that knows the answers. Subclasses set the class
+    variables.
 
     Args:
         tokenizer: Hugging Face folder of the tokenizer.
@@ -77,7 +81,7 @@ class WorldExpert:
         return Generation(tuple(ids), (0.0,) * len(ids), "stop" if stop else "eos", 0, stop_string=stop)
 
     def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
-        """Choose one of several tasks that ask the same question."""
+        """Return the right one of several tasks that ask the same question."""
         return tasks[-1]
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:

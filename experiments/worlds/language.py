@@ -29,7 +29,8 @@ def write_language(
     digits: int = 1,
     further: Sequence[str] = (),
 ) -> int:
-    """Write ``tokenizer/`` and ``articles.parquet``; return the vocabulary size. Deterministic.
+    """Train a tokenizer on generated texts, and write ``tokenizer/`` and ``articles.parquet`` (texts to train on) to
+    ``folder``. Return the vocabulary size. Deterministic.
 
     Args:
         text: draws a text.
@@ -50,7 +51,9 @@ def write_language(
 
 
 def save_language(folder: Path, tokenizer: Any, sequences: Iterable[list[int]]) -> int:
-    """Write ``tokenizer/`` and, if there are sequences, ``articles.parquet``; return the vocabulary size."""
+    """Write ``tokenizer/`` and, if there are sequences of token ids, ``articles.parquet`` to ``folder``. Return the
+    vocabulary size.
+    """
     tokenizer.save_pretrained(folder / "tokenizer")
     articles = [as_trajectory(ids, number, tokenizer.pad_token_id) for number, ids in enumerate(sequences)]
     save_trajectories(folder / "articles.parquet", articles)
@@ -58,7 +61,8 @@ def save_language(folder: Path, tokenizer: Any, sequences: Iterable[list[int]]) 
 
 
 def as_trajectory(ids: list[int], number: int, bos_id: int) -> Trajectory:
-    """Wrap a text as a trajectory whose every token is in the loss, so that `SFT` trains on it unchanged."""
+    """Return token ids as a trajectory whose every token is in the loss, so that `SFT` trains on plain text
+    unchanged."""
     turn = Turn(0, len(ids), Action(ActionKind.INVALID, error="plain text"), "length", 0, len(ids))
     return Trajectory(
         task=Task(id=f"article-{number}", question="", golden_answers=(), data_source="articles"),
@@ -75,7 +79,7 @@ def as_trajectory(ids: list[int], number: int, bos_id: int) -> Trajectory:
 
 
 def token_sequences(texts: Callable[[], Iterator[str]], tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
-    """Return ``count`` sequences of ``length`` ids. Each tokenises what one call of ``texts`` yields."""
+    """Yield ``count`` sequences of ``length`` token ids. Each tokenises the texts that one call of ``texts`` yields."""
     for _ in range(count):
         ids: list[int] = []
         drawn = texts()
@@ -85,7 +89,7 @@ def token_sequences(texts: Callable[[], Iterator[str]], tokenizer: Any, count: i
 
 
 def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) -> str:
-    """Draw a list of things, two skills of the bank or, mostly, the transcript of an episode."""
+    """Draw a random text: the transcript of an episode, a list of names, or two skills (advice texts) of the bank."""
     drawn = rng.random()
     if drawn < LISTS:
         return repeated_list(rng, thing)
@@ -96,6 +100,6 @@ def mixed_text(rng: random.Random, bank: SkillBank, thing: Draw, episode: Draw) 
 
 
 def repeated_list(rng: random.Random, thing: Draw, length: int = 12) -> str:
-    """Write names in random order, then the same list once more. A model learns copying from such texts."""
+    """Return a text that lists random names twice in the same order. A model learns copying from such texts."""
     items = " ".join(thing(rng) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"

@@ -31,7 +31,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, digits: int = 1, spaced_numbers: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Train on ``texts``; the vocabulary has at most ``vocab_size`` entries, added tokens included.
+    """Return a BPE tokenizer trained on ``texts``. Its vocabulary has at most ``vocab_size`` entries, added tokens
+    included.
 
     ``digits`` is the number of digits in one token, counted from the left: 1 as in Qwen, 3 as in Llama 3. A tiny model
     can copy tokens but not the order of digits. With ``spaced_numbers`` a number includes the space before it, as words

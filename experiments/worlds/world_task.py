@@ -14,7 +14,8 @@ from rollout.trajectory import Task
 
 
 class WorldTask(ABC):
-    """Generates the files of a world. Deterministic; the splits are disjoint.
+    """Base class of the stages that generate a world (invented tasks): question files, a tokenizer and texts to learn
+    from. Deterministic; the splits are disjoint.
 
     Args:
         seed: seed of all draws.
@@ -43,19 +44,22 @@ class WorldTask(ABC):
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``{demonstrations,train,val,test}.parquet``, ``tokenizer/`` and, for worlds with text,
-        ``articles.parquet``."""
+        """Write the question files, the tokenizer and, for worlds with text, ``articles.parquet`` to ``output_dir``.
+        The question files are ``{demonstrations,train,val,test}.parquet``. Returns counts.
+        """
         splits = self._splits()
         figures = write_splits(output_dir, splits, self._prompt)
         return {"vocabulary": self._write_language(output_dir, splits["demonstrations"])} | figures
 
     @abstractmethod
     def _splits(self) -> dict[str, list[Task]]:
-        """Return the tasks by file name, in the requested sizes."""
+        """Return the tasks by the name of their question file, in the requested sizes."""
 
     @abstractmethod
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
-        """Write ``tokenizer/`` and, for worlds with text, ``articles.parquet``; return the vocabulary size."""
+        """Write ``tokenizer/`` and, for worlds with text, ``articles.parquet`` to ``folder``. Return the vocabulary
+        size.
+        """
 
     def _prompt(self, task: Task) -> str:
         """Return the prompt text of a task for the question file."""
@@ -65,7 +69,8 @@ class WorldTask(ABC):
 def write_splits(
     folder: Path, splits: Mapping[str, Sequence[Task]], render: Callable[[Task], str] = lambda task: task.question
 ) -> dict[str, int]:
-    """Write ``NAME.parquet`` for each split; return the sizes of the splits and of each data source of "train".
+    """Write the question file ``NAME.parquet`` of each split to ``folder``. Return the sizes of the splits and of each
+    data source of "train".
 
     Args:
         render: returns the prompt text of a task, as in ``write_tasks``.

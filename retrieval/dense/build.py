@@ -31,7 +31,9 @@ _FLAT_CODE = b"IxFI"  # start of an IndexFlatIP file: code, dimension (int32), v
 def factory_of(
     kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None, ivfpq: IVFPQConfig | None
 ) -> str:
-    """Return the description of a kind for ``faiss.index_factory``. Raises IndexFolderError."""
+    """Return the description of an index kind for ``faiss.index_factory``, such as "HNSW64,Flat". Raises
+    IndexFolderError for options that do not fit.
+    """
     if kind == "dense_hnsw":
         return f"HNSW{(hnsw or HNSWConfig()).m},Flat"
     if kind == "dense_ivfpq":
@@ -53,7 +55,7 @@ def factory_of(
 def check_kind(
     kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None, ivfpq: IVFPQConfig | None
 ) -> None:
-    """Check that an index can be built in this machine's memory. Raises IndexFolderError."""
+    """Check that an index of this kind can be built, and fits this machine's memory. Raises IndexFolderError."""
     factory_of(kind, passages, dimension, hnsw, ivfpq)
     if kind != "dense_flat":  # written from file to file
         require_memory(kind, index_bytes(kind, passages, dimension, hnsw, ivfpq), passages, dimension)
@@ -68,7 +70,9 @@ def build_faiss_index(
     ivfpq: IVFPQConfig | None = None,
     threads: int = 1,
 ) -> None:
-    """Write an index whose row i is vector i. Exact vectors go from file to file; other kinds are built in memory."""
+    """Build a Faiss index from the vectors and write it to ``output``; row i is vector i. Exact vectors go from file to
+    file; other kinds are built in memory.
+    """
     faiss.omp_set_num_threads(threads)
     if kind == "dense_flat":
         _write_flat(shards, output)
@@ -94,13 +98,13 @@ def build_faiss_index(
 
 
 def _sample(shards: VectorShards, ivfpq: IVFPQConfig | None) -> np.ndarray:
-    """Return evenly spaced training vectors."""
+    """Return evenly spaced vectors of the corpus, to train a Faiss index."""
     count = training_vectors(ivfpq or IVFPQConfig(), len(shards))
     return shards.rows(np.linspace(0, len(shards) - 1, count).astype(np.int64))
 
 
 def _write_flat(shards: VectorShards, output: Path) -> None:
-    """Write an IndexFlatIP in Faiss's format without loading it (65 GB for wiki-18)."""
+    """Write vectors to ``output`` as an exact Faiss index (IndexFlatIP) without loading them (65 GB for wiki-18)."""
     one = faiss.IndexFlatIP(shards.dimension)
     one.add(np.zeros((1, shards.dimension), dtype=np.float32))
     written = faiss.serialize_index(one).tobytes()
@@ -128,9 +132,11 @@ def _write_parts(file: BinaryIO, header: bytes, shards: VectorShards) -> None:
 
 # ---------------------------------------------------------------------------------------------- files that exist
 def check_vectors(path: Path, kind: IndexKind, passages: int, dimension: int) -> tuple[faiss.Index, IndexKind]:
-    """Open a Faiss file from which an index of ``kind`` can be built. Returns it and its own kind: the same, or exact.
+    """Open an existing Faiss file from which an index of ``kind`` can be built. Returns the Faiss index and its own
+    kind: the same, or exact. Raises IndexFolderError for other kinds, and if it does not fit corpus and encoder.
 
-    Raises IndexFolderError for other kinds, and if it does not fit corpus and encoder."""
+    Raises IndexFolderError for other kinds, and if it does not fit corpus and encoder.
+    """
     index = read_index(path)
     found = kind_of(index)
     if found is None or found not in (kind, "dense_flat"):
@@ -146,7 +152,7 @@ def check_vectors(path: Path, kind: IndexKind, passages: int, dimension: int) ->
 
 
 def kind_of(index: faiss.Index) -> IndexKind | None:
-    """Return the kind of a Faiss index, or None if unknown."""
+    """Return the kind of a Faiss index, such as "dense_hnsw", or None if unknown."""
     index = faiss.downcast_index(index)
     turned = isinstance(index, faiss.IndexPreTransform)
     if isinstance(faiss.downcast_index(index.index) if turned else index, faiss.IndexIVFPQ):
@@ -162,7 +168,9 @@ def kind_of(index: faiss.Index) -> IndexKind | None:
 
 
 def read_index(path: Path) -> faiss.Index:
-    """Open an index through a memory map, so that processes on one machine share its pages. Raises IndexFolderError."""
+    """Open a Faiss index file through a memory map, so that processes on one machine share its pages. Raises
+    IndexFolderError.
+    """
     try:
         return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:

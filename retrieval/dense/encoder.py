@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def devices_of(device: str) -> list[str]:
-    """Return the devices of encoders; ``auto`` is every GPU, or the CPU without a GPU."""
+    """Return the names of the devices that encode; ``auto`` is every GPU, or the CPU without a GPU."""
     import torch
 
     if device != "auto":
@@ -23,7 +23,7 @@ def devices_of(device: str) -> list[str]:
 
 
 def dimension_of(config: EncoderConfig) -> int:
-    """Return the dimension of the vectors, without loading the model. Raises IndexFolderError."""
+    """Return the dimension of an encoder's vectors, without loading the model. Raises IndexFolderError."""
     from transformers import AutoConfig
 
     try:
@@ -40,7 +40,7 @@ def _unloadable(config: EncoderConfig, error: Exception) -> IndexFolderError:
 
 
 class TextEncoder:
-    """A text encoder in the way of e5 and MiniLM.
+    """Encodes texts to unit vectors as e5 and MiniLM do.
 
     Source for e5: Search-R1's search/index_builder.py and retrieval_server.py (mean over the attention mask, then L2).
 
@@ -64,11 +64,11 @@ class TextEncoder:
         self.dimension: int = self._model.config.hidden_size
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
-        """Return unit vectors [len(texts), dimension], float32."""
+        """Return the unit vectors of search queries, [len(texts), dimension] float32."""
         return self._encode([self.config.query_prefix + text for text in texts])
 
     def encode_passages(self, texts: list[str]) -> np.ndarray:
-        """Return unit vectors [len(texts), dimension], float32."""
+        """Return the unit vectors of passages, [len(texts), dimension] float32."""
         return self._encode([self.config.passage_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> np.ndarray:
@@ -91,7 +91,7 @@ class TextEncoder:
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Pool states to one vector per text: the mean over the tokens, or the first token.
+    """Pool the hidden states of a text to one vector: the mean over the tokens, or the first token.
 
     Args:
         states: [B, T, H] last hidden states.

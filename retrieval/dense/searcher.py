@@ -42,7 +42,9 @@ def require_gpus() -> None:
 
 
 def _to_gpus(index: faiss.Index) -> faiss.Index:
-    """Distribute an exact index over all GPUs as 16-bit floats, as Search-R1's retrieval_server.py does."""
+    """Copy an exact Faiss index to the GPUs, divided among all of them, as 16-bit floats. Search-R1's
+    retrieval_server.py does the same.
+    """
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = options.shard = True
     try:
@@ -56,7 +58,7 @@ def _to_gpus(index: faiss.Index) -> faiss.Index:
 
 
 class DenseSearcher:
-    """Encodes queries in a batch and searches a Faiss index. Use it from one thread."""
+    """Encodes queries and searches a Faiss index for the nearest passages. Use it from one thread."""
 
     def __init__(
         self,
@@ -72,7 +74,8 @@ class DenseSearcher:
         gpu: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """
+        """Open the Faiss index and load the query encoder.
+
         Args:
             ef_search: width of an HNSW search.
             probes: lists per IVF search.
@@ -116,15 +119,15 @@ class DenseSearcher:
         return self._index.ntotal
 
     def encode(self, queries: list[str]) -> np.ndarray:
-        """Encode queries as unit vectors [Q, dimension]."""
+        """Return the unit vectors of search queries, [Q, dimension]."""
         return self._encoder.encode_queries(queries)
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """Search, see ``Searcher``. Every query has hits, however distant."""
+        """Return at most ``k`` hits per query, best first. Every query has hits, however distant."""
         return self.search_vectors(self.encode(queries), k)
 
     def search_vectors(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
-        """Search with unit vectors [Q, dimension]."""
+        """Return at most ``k`` hits for each unit vector [Q, dimension], best first."""
         if self._ef_search is not None:  # a width below k would return fewer and worse hits
             cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
         scores, rows = self.nearest(vectors, k)
@@ -135,7 +138,8 @@ class DenseSearcher:
         ]
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return cosines and rows [Q, k], best first; row -1 is a missing hit."""
+        """Return the cosines and row numbers of the nearest vectors, each [Q, k], best first. Row -1 is a missing
+        hit."""
         if self._exact is None:
             return self._index.search(vectors, k)
         _, rows = self._index.search(vectors, max(k, self._candidates))
@@ -149,9 +153,10 @@ class DenseSearcher:
 
 
 def read_ahead(path: Path, progress: Progress) -> None:
-    """Read the mapped parts of a file from start to end, so that the first searches find them in memory.
+    """Read the memory-mapped parts of a file from start to end, so that the first searches find them in memory.
 
-    Page faults would read them in random order, at a tenth of the speed."""
+    Page faults would read them in random order, at a tenth of the speed.
+    """
     libc, size, said = ctypes.CDLL(None), path.stat().st_size, time.monotonic()
     with path.open("rb", buffering=0) as file:
         for start, end, offset in _mappings(path):
@@ -167,7 +172,7 @@ def read_ahead(path: Path, progress: Progress) -> None:
 
 
 def _mappings(path: Path) -> list[tuple[int, int, int]]:
-    """Return the mappings of a file in this process: start, end, offset in the file."""
+    """Return the memory mappings of a file in this process, each as (start, end, offset in the file)."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     own = [line for line in lines if len(line) == 6 and line[5] == str(path.resolve())]
     ends = [[int(end, 16) for end in line[0].split("-")] for line in own]
@@ -187,7 +192,7 @@ def open_dense(
     gpu: bool = False,
     progress: Progress | None = None,
 ) -> DenseSearcher:
-    """Open the dense part of an index folder.
+    """Open the Faiss index of an index folder for search.
 
     Args:
         settings: from the index's metadata.
@@ -218,9 +223,11 @@ QUERIES, WORDS, BEST = 200, 12, 3
 def sampled_recall(
     folder: Path, vectors: Path, kind: IndexKind, settings: dict[str, Any], threads: int, device: str
 ) -> float:
-    """Measure recall@3 of the index in ``folder``, at its own settings, against exact search in ``vectors``.
+    """Return recall@3 of a Faiss index against exact search: the share of the three nearest vectors that it finds.
+    ``folder`` has the index, ``vectors`` the exact vectors.
 
-    The queries are the first words of passages."""
+    The queries are the first words of passages.
+    """
     store, shards = PassageStore(folder), VectorShards(vectors)
     rows = np.unique(np.linspace(0, len(store) - 1, min(QUERIES, len(store))).astype(int))
     texts = [" ".join(store[int(row)].contents.partition("\n")[2].split()[:WORDS]) for row in rows]
@@ -234,8 +241,9 @@ def sampled_recall(
 
 
 def recall(found: np.ndarray, queries: np.ndarray, shards: VectorShards) -> float:
-    """Return the mean recall@k: the share of the exact k nearest vectors that ``found`` [Q, k] contains. ``queries``:
-    [Q, dimension]."""
+    """Return the mean recall@k: the share of the exact k nearest vectors that ``found`` (row numbers, [Q, k]) contains.
+    ``queries``: [Q, dimension].
+    """
     k = found.shape[1]
     scores, rows, start = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64), 0
     for vectors in shards:

@@ -17,7 +17,9 @@ _USABLE = 0.95  # share of the free memory; encoder and server need the rest
 
 
 def lists_of(config: IVFPQConfig, passages: int) -> int:
-    """Return the configured number of lists, or a power of two near 4 sqrt(passages) with enough training vectors."""
+    """Return the number of lists of an IVF index: the configured one, or a power of two near 4 sqrt(passages) with
+    enough training vectors.
+    """
     if config.lists is not None:
         return config.lists
     wanted = max(1.0, min(4 * math.sqrt(passages), passages / _TRAIN_PER_LIST))
@@ -35,7 +37,7 @@ def training_vectors(config: IVFPQConfig, passages: int) -> int:
 def index_bytes(
     kind: IndexKind, passages: int, dimension: int, hnsw: HNSWConfig | None = None, ivfpq: IVFPQConfig | None = None
 ) -> int:
-    """Return the bytes of ``faiss.index``, which a server keeps in memory."""
+    """Return the size in bytes of a dense index (``faiss.index``), which a server keeps in memory."""
     numbers = passages * dimension
     if kind == "dense_hnsw":
         return 4 * numbers + passages * _links((hnsw or HNSWConfig()).m)
@@ -49,13 +51,16 @@ def index_bytes(
 
 
 def _links(m: int) -> int:
-    """Return the bytes per vector of an HNSW graph: 2 m neighbours on the lowest level, m on each level above (one
-    vector of m reaches the next level), and 12 of bookkeeping."""
+    """Return the bytes per vector that the links of an HNSW graph take. A vector has 2 m neighbours on the lowest level
+    and m on each level above (one vector of m reaches the next level), and 12 bytes of bookkeeping.
+    """
     return 4 * (2 * m + round(m / (m - 1))) + 12
 
 
 def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) -> None:
-    """Check that ``needed`` bytes fit into the free memory. Raises IndexFolderError with the kinds that fit."""
+    """Check that an index of ``needed`` bytes fits into the free memory. Raises IndexFolderError with the kinds that
+    fit.
+    """
     room = _USABLE * available_memory()
     if needed <= room:
         return
@@ -69,8 +74,9 @@ def require_memory(kind: IndexKind, needed: int, passages: int, dimension: int) 
 
 
 def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes usable without swapping: the kernel's estimate, within the limits of control groups (containers,
-    Slurm)."""
+    """Return the bytes of memory usable without swapping: the kernel's estimate, within the limits of control groups
+    (containers, Slurm).
+    """
     lines = (proc / "meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     own = next((line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")

@@ -37,7 +37,9 @@ _ENCODE_AT_ONCE = 4096  # passages at once, which limits the memory for texts
 
 
 class VectorShards:
-    """A complete folder of vectors, opened. Raises IndexFolderError otherwise."""
+    """Reads a complete folder of passage vectors, file by file or by row number. Raises IndexFolderError if the folder
+    is incomplete.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -58,7 +60,7 @@ class VectorShards:
         return self.described["passages"]
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yield [rows, dimension] float32, file by file."""
+        """Yield the vectors of each file, [rows, dimension] float32."""
         for part in self._parts:
             yield np.asarray(part, dtype=np.float32)
 
@@ -75,7 +77,9 @@ class VectorShards:
 
 
 def _prefetch(part: np.memmap, rows: np.ndarray) -> None:
-    """Let the disk read these rows in parallel. Without it page faults are served one after the other."""
+    """Let the disk read the vectors with these row numbers in parallel. Without it page faults are served one after the
+    other.
+    """
     size, mapped = part.strides[0], cast("mmap.mmap", part.base)
     for begin in (part.offset + rows * size).tolist():
         page = begin - begin % mmap.PAGESIZE
@@ -83,7 +87,7 @@ def _prefetch(part: np.memmap, rows: np.ndarray) -> None:
 
 
 def shard_files(folder: Path, passages: int, rows: int) -> list[tuple[Path, range]]:
-    """Return each file, and the range of its passages."""
+    """Return the path of each vector file, and the range of its passages."""
     starts = range(0, passages, rows)
     return [(folder / f"shard-{i:05d}.npy", range(s, min(s + rows, passages))) for i, s in enumerate(starts)]
 
@@ -99,7 +103,8 @@ def encode_corpus(
     rows: int = ROWS,
     devices: Sequence[str] | None = None,
 ) -> VectorShards:
-    """Encode the missing vectors, with one process per GPU, and memory for one file each.
+    """Encode the passages whose vectors are missing on disk, and return all vectors. Uses one process per GPU, and
+    memory for one file each.
 
     Args:
         store: folder of the ``PassageStore``.
@@ -135,7 +140,7 @@ def encode_corpus(
 def copy_vectors(
     index: faiss.Index, folder: Path, corpus: str, encoder: EncoderConfig, rows: int = ROWS
 ) -> VectorShards:
-    """Copy the vectors of an exact index to files, in the format of ``encode_corpus``."""
+    """Copy the vectors of an exact Faiss index to files, in the format of ``encode_corpus``, and return them."""
     with _writing(folder, index.ntotal, rows, corpus, encoder) as (missing, progress):
         for path, part in missing:
             progress.add(_save(path, index.reconstruct_n(part.start, len(part)).astype(np.float16)))
@@ -146,9 +151,10 @@ def copy_vectors(
 def _writing(
     folder: Path, passages: int, rows: int, corpus: str, encoder: EncoderConfig
 ) -> Iterator[tuple[list[tuple[Path, range]], _Progress]]:
-    """Yield the missing files and a progress report. At the end of the block all files must exist.
+    """Yield the missing vector files and a progress report. At the end of the ``with`` block all files must exist.
 
-    Keeps files of the same passages and encoder, and removes others."""
+    Keeps files of the same passages and encoder, and removes others.
+    """
     settings = {k: v for k, v in asdict(encoder).items() if k != "batch_size"}  # changes only speed
     wanted = {"format": 1, "corpus": corpus, "encoder": settings, "passages": passages, "rows": rows}
     described = folder / DESCRIPTION
@@ -182,7 +188,7 @@ def _encode(encode: TextEncoder, store: PassageStore, path: Path, passages: rang
 
 
 def _save(path: Path, vectors: np.ndarray) -> int:
-    """Write a file in one step. Returns its number of vectors."""
+    """Write vectors to a file atomically. Returns their number."""
     temporary = path.with_suffix(".part")
     try:
         with temporary.open("wb") as file:
@@ -209,7 +215,7 @@ def _work(path: Path, passages: range) -> int:
 
 
 class _Progress:
-    """Prints one line per file: the share done, and the time left."""
+    """Prints one line per written vector file: the share done, and the time left."""
 
     def __init__(self, passages: int, kept: int) -> None:
         self._passages, self._done, self._new = passages, kept, 0

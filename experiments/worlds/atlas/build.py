@@ -18,7 +18,8 @@ SHARES = {"train": 0.6, "val": 0.15, "test": 0.25}  # of the countries
 
 
 class BuildAtlas:
-    """Writes ``corpus.jsonl`` and ``{demonstrations,train,val,test}.parquet`` of real facts. Deterministic.
+    """Writes a search corpus and question files of real geographic facts. They are ``corpus.jsonl`` and
+    ``{demonstrations,train,val,test}.parquet``. Deterministic.
 
     Countries are divided among training (also the demonstrations), validation and test, with their cities. A question
     starts at a place of its split; no training question passes through a country of another split, and no validation
@@ -48,7 +49,9 @@ class BuildAtlas:
         self.sizes = {"test": test, "val": val, "train": train, "demonstrations": demonstrations}
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write the files; return the numbers of passages, places and questions."""
+        """Write the corpus and the question files to ``output_dir``, and return the numbers of passages, places and
+        questions.
+        """
         atlas = load_atlas(self.cities_per_country)
         corpus = all_passages(atlas)
         with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
@@ -83,7 +86,7 @@ class BuildAtlas:
 
     @staticmethod
     def _divided(atlas: Atlas, rng: random.Random) -> dict[str, set[str]]:
-        """Divide the countries among the splits."""
+        """Divide the countries among training, validation and test, and return the country codes of each."""
         codes = sorted(atlas.countries)
         rng.shuffle(codes)
         divided, start = {}, 0

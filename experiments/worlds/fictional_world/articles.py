@@ -15,8 +15,8 @@ from rollout.tools.search import format_passages
 
 
 def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, notes: int = 2) -> str:
-    """Write ``shown`` passages about one entity, in the format of search results, then ``notes`` that restate some
-    facts.
+    """Return an article about one invented entity: ``shown`` passages in the format of search results, then ``notes``
+    notes that restate some facts.
 
     The notes make a model read: to continue after "It is" it must find the right passage.
     """
@@ -29,7 +29,8 @@ def article(world: World, entity: Entity, rng: random.Random, shown: int = 3, no
 
 
 def linked_articles(world: World, rng: random.Random, article: Callable[..., str]) -> Iterator[str]:
-    """Yield articles without end: each one is about an entity that a fact of the previous one names."""
+    """Yield articles (texts) without end. Each is about an entity that a fact of the previous article's entity
+    names."""
     entity = rng.choice(world.entities)
     while True:
         text = article(world, entity, rng)

@@ -29,7 +29,7 @@ LANGUAGE_SEED_OFFSET = 1_000_003  # the world of the articles: same words, other
 
 
 class FictionalWorldTask(WorldTask):
-    """Base of the stages that write a fictional world.
+    """Base class of the stages that write an invented world: corpus, questions, tokenizer and articles.
 
     Args:
         entities: number of entities; each has five passages, or seven in the world with numbers.
@@ -62,7 +62,8 @@ class FictionalWorldTask(WorldTask):
         self, world: World, name: str, subjects: list[Entity], count: int, avoid: set[int], rng: random.Random,
         taken: set[Any],
     ) -> list[Task]:  # fmt: skip
-        """Draw tasks that start at one of ``subjects``, avoid the entities of ``avoid`` (ids) and are not in ``taken``.
+        """Draw ``count`` tasks that start at one of ``subjects``, avoid the entities of ``avoid`` (ids) and are not in
+        ``taken``.
 
         Adds the tasks to ``taken``.
         """
@@ -72,10 +73,12 @@ class FictionalWorldTask(WorldTask):
 
     @abstractmethod
     def _transcript(self, task: Task) -> list[str]:
-        """Write a task as an agent would, for the tokenizer."""
+        """Return the texts of a task as an agent would write them, to train the tokenizer."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write the files of every world, and ``corpus.jsonl``."""
+        """Write ``corpus.jsonl``, the question files, the tokenizer and the articles to ``output_dir``. Returns their
+        counts.
+        """
         with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
             for passage in self.world.passages:
                 file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
@@ -83,14 +86,16 @@ class FictionalWorldTask(WorldTask):
 
     @functools.cached_property
     def world(self) -> World:
-        """Return the world that the corpus and the questions describe."""
+        """The invented world (entities and facts) that the corpus and the questions describe."""
         return self._world(self.seed)
 
     def _prompt(self, task: Task) -> str:
         return f"{QUESTION_MARKER} {task.question}\n"
 
     def _splits(self) -> dict[str, list[Task]]:
-        """Draw the splits. The unseen part of the test starts at entities at which no training question starts."""
+        """Draw the question splits and return their tasks by name. The unseen part of the test starts at entities at
+        which no training question starts.
+        """
         world = self.world
         rng = random.Random(f"{self.questions}:{self.seed}")
         unseen: set[int] = set()  # ids of the entities kept away from training
@@ -107,7 +112,9 @@ class FictionalWorldTask(WorldTask):
         return splits
 
     def _write_language(self, folder: Path, demonstrations: list[Task]) -> int:
-        """Train the tokenizer on articles, passages, questions and an agent's text."""
+        """Train the tokenizer on articles, passages, questions and an agent's text. Write it and the articles to
+        ``folder``, and return its vocabulary size.
+        """
         other, rng = self._world(self.seed + LANGUAGE_SEED_OFFSET), random.Random(f"texts:{self.seed}")
         texts = [self._article(other, entity, rng) for entity in other.entities]
         texts += [passage.contents for passage in self.world.passages]
@@ -121,7 +128,8 @@ class FictionalWorldTask(WorldTask):
 
 
 class BuildWorld(FictionalWorldTask):
-    """Make an invented world: corpus, questions, tokenizer and articles. Deterministic.
+    """Writes an invented world about which multi-hop questions are asked: corpus, questions, tokenizer and articles.
+    Deterministic.
 
     No training question starts at an unseen entity or passes through one.
 
@@ -175,7 +183,7 @@ class BuildWorld(FictionalWorldTask):
             )
 
     def _transcript(self, task: Task) -> list[str]:
-        """Write the expert's turns as if every search returned exactly the gold passages."""
+        """Return the expert's texts for a task, as if every search returned exactly the gold passages."""
         information = f"\n\n<information>{format_passages(task.gold_passages)}</information>\n\n"
         first, last = (self._expert.next_turn(task, seen) for seen in ("", information))
         return [f"Question: {task.question}\n", first, information, last]

@@ -10,7 +10,8 @@ from rollout.trajectory import Task
 
 
 class ExpertPolicy(CarelessPolicy):
-    """Writes the expert's next turn of a trajectory, text in and text out.
+    """A scripted expert that answers questions about the fictional world by searching, and writes its next turn as
+    text.
 
     The chain comes from the task's metadata: ``mentions`` (the subject, then the entity of each hop) and ``relations``
     (keywords). With probability ``error_rate`` a hop starts with a broad query, mostly the name alone. If the results
@@ -18,7 +19,7 @@ class ExpertPolicy(CarelessPolicy):
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        """Return the text of the expert's next turn, tags included. ``transcript`` is everything since the prompt."""
         mentions, relations = task.metadata["mentions"], task.metadata["relations"]
         facts = [f"The {r} of {mentions[h]} is {mentions[h + 1]}." for h, r in enumerate(relations)]
         blocks = between(transcript, "<information>", "</information>")
@@ -50,7 +51,9 @@ class ExpertPolicy(CarelessPolicy):
 
 
 class ExpertEngine(WorldExpert):
-    """Engine over ``ExpertPolicy``; ``error_rate`` is the probability that a hop starts with a broad query."""
+    """Inference engine that answers with ``ExpertPolicy``, a scripted expert. ``error_rate`` is the probability that
+    the search for a fact starts with a broad query.
+    """
 
     QUESTION = re.compile(r"Question: (.*?)<\|im_end\|>", re.DOTALL)
     Policy = ExpertPolicy

@@ -25,7 +25,7 @@ TWO_NUMBERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact to look up."""
+    """One fact to look up: the entity, the keyword that finds it, and the content of its passage."""
 
     entity: Entity
     keyword: str
@@ -34,7 +34,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The meaning of a question: facts to look up in order, then a formula over them."""
+    """The meaning of a question with search and computation: facts to look up in order, then a formula over them."""
 
     family: str
     facts: tuple[Fact, ...]
@@ -69,7 +69,7 @@ def _one(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
 
 
 def _hop(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """Draw a question about the number of an entity that another fact names."""
+    """Draw a question about the number of an entity that another fact names (two lookups)."""
     subject = rng.choice(subjects)
     relation = rng.choice(RELATIONS_OF[subject.kind])
     found = world.entities[world.facts[subject.id, relation.keyword]]
@@ -92,7 +92,7 @@ def _two(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
 
 
 def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """Draw a question that needs no computation."""
+    """Draw a question about one number, which needs a search but no computation."""
     entity = rng.choice(subjects)
     fact, phrase = _number(world, entity, rng)
     question = rng.choice(WRAPPERS).format(np=phrase.format(x=_noun(entity)))
@@ -100,7 +100,7 @@ def _lookup(world: World, subjects: list[Entity], rng: random.Random) -> Problem
 
 
 def _compute(world: World, subjects: list[Entity], rng: random.Random) -> Problem:
-    """Draw a question that needs no search."""
+    """Draw a question about two given numbers, which needs a computation but no search."""
     formula, wordings = rng.choice(TWO_NUMBERS)
     a, b = rng.randint(11, 99), rng.randint(11, 99)
     return _computed("compute", (), formula.format(a=a, b=b), rng.choice(wordings).format(np=a, np2=b))
@@ -124,7 +124,8 @@ def draw_problems(
     taken: set[object],
     avoid: frozenset[int] = frozenset(),
 ) -> list[Problem]:
-    """Draw ``count`` problems with new keys and questions, with families weighted by ``shares``.
+    """Draw ``count`` problems with new keys and questions. ``shares`` are the weights of the families (kinds) of
+    problems.
 
     None looks up a fact of an entity in ``avoid``. Adds the problems to ``taken``.
 

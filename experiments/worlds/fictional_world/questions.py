@@ -15,7 +15,7 @@ WRAPPERS = ("What is {np}?", "Name {np}.", "Tell me {np}.")
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The meaning of a question: start at ``subject`` and follow ``relations``."""
+    """The meaning of a multi-hop question: start at ``subject`` (an entity) and follow ``relations``."""
 
     subject: Entity
     relations: tuple[Relation, ...]
@@ -27,7 +27,9 @@ class Chain:
 
 
 def draw_chain(world: World, subject: Entity, hops: int, rng: random.Random) -> Chain | None:
-    """Draw a chain that visits no entity or name twice; return None if this draw does."""
+    """Draw a random multi-hop question with ``hops`` relations. Return None if this attempt visits an entity or name
+    twice.
+    """
     here, relations, path = subject, [], []
     names = {subject.name}
     for _ in range(hops):
@@ -42,7 +44,9 @@ def draw_chain(world: World, subject: Entity, hops: int, rng: random.Random) -> 
 
 
 def phrase(chain: Chain, rng: random.Random) -> str:
-    """Word the chain as a question. Relations are paraphrased: the question contains no keyword of a relation."""
+    """Return the text of a question for the chain (an entity and the relations to follow). It contains no keyword of a
+    relation.
+    """
     subject = chain.subject
     text = f"the {subject.mention}" if subject.qualifier else subject.mention
     for relation in chain.relations:
@@ -76,7 +80,9 @@ def as_task(world: World, chain: Chain, question: str, task_id: str, split: str)
 def draw_questions(
     world: World, subjects: list[Entity], count: int, hop_shares: tuple[float, ...], rng: random.Random, taken: set
 ) -> Iterator[Chain]:
-    """Draw ``count`` new chains with hops weighted by ``hop_shares``, and add them to ``taken``."""
+    """Yield ``count`` new random multi-hop questions, with hops weighted by ``hop_shares``, and add their keys to
+    ``taken``.
+    """
     made = 0
     for _ in range(50 * count + 1000):
         if made == count:

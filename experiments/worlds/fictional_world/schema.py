@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A functional relation ``subject -> object``.
+    """A functional relation ``subject -> object`` between two kinds of entities, such as a town and a person.
 
     Passages name it only by ``keyword``, and no entry of ``phrases`` contains that word. So a query that repeats the
     question finds the wrong passage, and the agent must rewrite it.
@@ -38,7 +38,9 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number that every entity of a kind has. No phrase contains the keyword, as for relations."""
+    """A number that every entity of a kind has. No phrase (wording in a question) contains the keyword, as for
+    relations.
+    """
 
     keyword: str
     kind: Kind

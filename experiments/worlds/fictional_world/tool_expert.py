@@ -12,7 +12,7 @@ RESULT = " <result>\n", "\n</result>"
 
 
 class ToolExpertPolicy(CarelessPolicy):
-    """Writes the expert's next turn of a trajectory, in ARPO's format.
+    """A scripted expert that searches and computes, and writes its next turn as text in ARPO's format.
 
     The task's metadata list the facts to look up (``steps``: mention, keyword, content of the passage) and the program
     (``code``). The expert has two costly habits. With probability ``error_rate`` a search starts with the bare name; if
@@ -21,7 +21,7 @@ class ToolExpertPolicy(CarelessPolicy):
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        """Return the text of the expert's next turn, tags included. ``transcript`` is everything since the prompt."""
         steps, code = task.metadata["steps"], task.metadata["code"]
         facts = [f"The {keyword} of {mention} is {told}." for mention, keyword, told in steps]
         results, computed = between(transcript, *RESULT), between(transcript, f"</python>{RESULT[0]}", RESULT[1])
@@ -56,12 +56,14 @@ class ToolExpertPolicy(CarelessPolicy):
 
 
 def _kept(steps: list[list[str]]) -> str:
-    """Repeat the numbers found so far, so that the next turn can copy them from nearby."""
+    """Return text that repeats the numbers found so far, so that the next turn can copy them from nearby."""
     return "".join(f" Keep {told}." for _, _, told in steps if told.isdigit())
 
 
 class ToolExpertEngine(WorldExpert):
-    """Engine over ``ToolExpertPolicy``; ``error_rate`` is the probability of a careless search or program."""
+    """Inference engine that answers with ``ToolExpertPolicy``, a scripted expert. ``error_rate`` is the probability of
+    a careless search or program.
+    """
 
     QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
     Policy = ToolExpertPolicy

@@ -18,7 +18,7 @@ SHARES = {"one": 0.35, "two": 0.3, "hop": 0.25, "lookup": 0.05, "compute": 0.05}
 
 
 class BuildToolWorld(FictionalWorldTask):
-    """Make an invented world with numbers: corpus, questions that need search and Python, tokenizer, articles.
+    """Writes an invented world with numbers: corpus, questions that need search and Python, tokenizer and articles.
 
     Deterministic. Training questions never look up an unseen entity, but may pass through entities that the unseen test
     reaches by a hop.
@@ -44,7 +44,8 @@ class BuildToolWorld(FictionalWorldTask):
         return build_number_world(self.entities, seed)
 
     def _article(self, world: World, entity: Entity, rng: random.Random) -> str:
-        """Write passages about one entity, in the format of search results, notes that restate some, and a receipt.
+        """Return an article about one entity: passages in the format of search results, notes that restate some, and a
+        receipt.
 
         The receipt has its number twice. To continue after "It is", a model must find the right passage and copy it.
         """
@@ -65,7 +66,7 @@ class BuildToolWorld(FictionalWorldTask):
         return [as_task(world, problem, f"{name}-{i}", name) for i, problem in enumerate(problems)]
 
     def _transcript(self, task: Task) -> list[str]:
-        """Write the expert's turns as if one search returned exactly the gold passages."""
+        """Return the expert's texts for a task, as if one search returned exactly the gold passages."""
         found = f" <result>\n{format_passages(task.gold_passages)}\n</result>"
         computed = f"</python> <result>\n{task.golden_answers[0]}\n</result>"
         turns = (self._expert.next_turn(task, transcript) for transcript in ("", found, found + computed))

@@ -21,7 +21,7 @@ class Entity:
 
     @property
     def mention(self) -> str:
-        """Return the name as passages write it: "potter Mira Voss", "Grey Harbor"."""
+        """The entity's name as passages write it: "potter Mira Voss", "Grey Harbor"."""
         return f"{self.qualifier} {self.name}" if self.qualifier else self.name
 
     @property
@@ -30,7 +30,7 @@ class Entity:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Return the accepted answers, the plain name first."""
+        """The accepted answers for this entity, the plain name first."""
         if self.kind is Kind.PERSON:
             return (self.name, self.mention)
         return (self.name, f"the {self.kind} {self.name}", f"the {self.kind} of {self.name}")
@@ -57,7 +57,7 @@ class World:
     numbers: dict[tuple[int, str], int] = field(default_factory=dict)  # (entity id, keyword) -> 11 .. 99
 
     def told(self, entity: Entity, keyword: str) -> str:
-        """Return the content of a fact's passage: a number, or the mention of an entity."""
+        """Return the content of a fact's passage as text: a number, or the name of an entity as passages write it."""
         if (entity.id, keyword) in self.numbers:
             return str(self.numbers[entity.id, keyword])
         return self.entities[self.facts[entity.id, keyword]].mention
@@ -72,7 +72,7 @@ def _name(kind: Kind, rng: random.Random) -> tuple[str, str]:
 
 
 def _entities(count: int, rng: random.Random) -> tuple[Entity, ...]:
-    """Draw ``count`` entities, unique by (kind, name, qualifier)."""
+    """Draw ``count`` random entities that differ in kind, name or qualifier."""
     seen: set[tuple[Kind, str, str]] = set()
     entities: list[Entity] = []
     for kind, share in SHARES.items():
@@ -96,7 +96,7 @@ def _entities(count: int, rng: random.Random) -> tuple[Entity, ...]:
 
 
 def build_world(entities: int, seed: int) -> World:
-    """Draw a world. The same arguments give the same world on every machine.
+    """Draw a random world: entities, facts and passages. The same arguments give the same world on every machine.
 
     Args:
         entities: number of entities; each has one passage per relation of its kind (five).
@@ -119,7 +119,7 @@ def build_world(entities: int, seed: int) -> World:
 
 
 def build_number_world(entities: int, seed: int) -> World:
-    """Draw a world as ``build_world`` does, with two quantities and their passages for each entity."""
+    """Draw a random world as ``build_world`` does, and add two numbers and their passages for each entity."""
     world = build_world(entities, seed)
     rng = random.Random(f"numbers:{seed}")
     numbers = {

@@ -24,7 +24,7 @@ TRIES = 200  # attempts to draw a new game
 
 
 class BuildHousehold(WorldTask):
-    """Write household games, a tokenizer for them, and plain text about other games. Deterministic.
+    """Writes question files of household games, a tokenizer for them, and plain text about other games. Deterministic.
 
     No game occurs twice, in one split or in two. Two games may have the same first observation and differ in where
     objects are. All task types are equally frequent.
@@ -61,7 +61,7 @@ class BuildHousehold(WorldTask):
         return tasks
 
     def _new_game(self, kind: str, rng: random.Random, taken: set[str] | None = None) -> tuple[Game, str]:
-        """Draw a game that is not in ``taken``, add it there, and return it with its first observation."""
+        """Draw a household game that is not in ``taken``, add it there, and return it with its first observation."""
         for _ in range(TRIES):
             game = generate_game(kind, rng.randrange(2**31), size=self.size)
             name = json.dumps(game.to_json(), sort_keys=True)
@@ -82,8 +82,9 @@ def numbered_name(rng: random.Random) -> str:
 
 
 def transcript(game: Game, rng: random.Random) -> str:
-    """Write a game as a transcript with ">" before each command. Half of the actions are random, so the text shows
-    commands and their effects but not how to win."""
+    """Return the text of one played household game, with ">" before each command. Half of the actions are random, so
+    the text shows commands and their effects but not how to win.
+    """
     simulator, expert = Simulator(game), Expert(game.goal)
     observation = simulator.reset()
     lines = [observation.text.strip()]

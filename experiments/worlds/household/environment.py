@@ -28,7 +28,7 @@ from rollout.trajectory import (
 
 
 class Household:
-    """Makes one environment per trajectory.
+    """Environment factory for ALFWorld's household games: makes one environment per trajectory.
 
     Args:
         engine: "simulator" plays generated games in this process. "alfworld" plays generated and downloaded games with
@@ -63,7 +63,7 @@ class Household:
         return HouseholdEnvironment(task, self._pool, self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Check, before training starts, that every task has a game that this engine can play.
+        """Check, before training starts, that every task has a household game that the option ``engine`` can play.
 
         Raises:
             ValueError: names the first task without one.
@@ -80,7 +80,9 @@ class Household:
         check_tasks(tasks, look, "household games that cannot be played")
 
     async def start(self) -> None:
-        """Start the engine. Raises InfrastructureError if the engine is "alfworld" and ALFWorld is missing."""
+        """Start the first process of the alfworld engine; the simulator needs none. Raises InfrastructureError if
+        ALFWorld is missing.
+        """
         if self._pool is not None:
             await self._pool.start()
 
@@ -98,7 +100,9 @@ class Engine(Protocol):
 
 
 class HouseholdEnvironment:
-    """One episode. Its measures are ``success`` (0 or 1) and ``steps`` (number of commands)."""
+    """Environment of one episode of a household game. Its measures are ``success`` (0 or 1) and ``steps`` (number of
+    commands).
+    """
 
     def __init__(self, task: Task, pool: PddlPool | None, reward: float, tools_enabled: bool) -> None:
         self._task, self._pool, self._reward, self._enabled = task, pool, reward, tools_enabled
@@ -106,8 +110,9 @@ class HouseholdEnvironment:
         self._steps, self._won = 0, False
 
     async def reset(self) -> FirstObservation:
-        """Start the game. Raises InfrastructureError if the task has no valid game; `Household.check` reports this
-        earlier."""
+        """Start the household game and return its first observation. Raises InfrastructureError if the task has no
+        valid game; `Household.check` reports this earlier.
+        """
         try:
             game = _game_of(self._task, self._pool is not None)
         except ValueError as error:
@@ -117,8 +122,9 @@ class HouseholdEnvironment:
         return FirstObservation(observation.text, {"admissible": list(observation.admissible)}, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode after ``calls`` by repeating their commands; return the reward so far. Call `reset`
-        first."""
+        """Continue an episode after ``calls`` by repeating their commands, and return the reward so far. Call `reset`
+        first.
+        """
         for call in calls:
             if call.executed:
                 await self._act(call.request)
@@ -156,7 +162,9 @@ class HouseholdEnvironment:
 
 
 class _InThisProcess:
-    """Gives the simulator the interface of ALFWorld's processes. A step takes some microseconds."""
+    """Wraps the household simulator in the asynchronous interface of ALFWorld's processes. A step takes some
+    microseconds.
+    """
 
     def __init__(self, game: Game) -> None:
         self._simulator = Simulator(game)
@@ -172,7 +180,9 @@ class _InThisProcess:
 
 
 def _game_of(task: Task, files: bool) -> Game | str:
-    """Return a task's game, or the path of its file. Raises ValueError."""
+    """Return a task's household game, or the path of its game file. Raises ValueError if the metadata hold neither, or
+    the engine cannot play files.
+    """
     world: Any = task.metadata.get("household")
     if not isinstance(world, dict) or len(world) != 1 or not world.keys() <= {"game", "file"}:
         raise ValueError(f"metadata['household'] is {world!r:.100}; expected {{'game': ...}} or {{'file': path}}")

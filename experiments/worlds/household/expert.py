@@ -29,12 +29,13 @@ _TREATED = re.compile(rf"You (clean|heat|cool) the ({_NAME}) using")
 
 
 def kind_of(name: str) -> str:
-    """Return the type of a numbered name: "countertop" for "countertop 2"."""
+    """Return the type of a numbered object name: "countertop" for "countertop 2"."""
     return name.rpartition(" ")[0]
 
 
 class Expert:
-    """Plays one episode. ``act`` needs every observation, including the first.
+    """A scripted expert that plays one episode of a household game. ``act`` needs every observation, including the
+    first.
 
     Args:
         goal: the goal of the game.
@@ -50,7 +51,7 @@ class Expert:
         self._rooms: list[str] = []  # names of the receptacles, in the order of the first observation
 
     def act(self, observation: Observation) -> str:
-        """Return the next command, one of the admissible ones.
+        """Return the expert's next text command, one of the admissible ones.
 
         Raises:
             LookupError: nothing is left to try (not in a game of `generate.py`).
@@ -59,7 +60,7 @@ class Expert:
         return self._next(set(observation.admissible))
 
     def _read(self, text: str) -> None:
-        """Update the expert's knowledge with a sentence of the engine."""
+        """Update what the expert knows about the room from the text of an observation."""
         if not self._rooms and (room := _ROOM.search(text)):
             self._rooms = _LISTED.findall(room[1])
         if arrived := _ARRIVED.search(text):
@@ -99,11 +100,12 @@ class Expert:
         )
 
     def _reach(self, receptacle: str, possible: set[str]) -> str:
-        """Return the next command on the way to seeing a receptacle's content."""
+        """Return the next command that helps to see a receptacle's content: go there, or open it."""
         return f"go to {receptacle}" if f"go to {receptacle}" in possible else f"open {receptacle}"
 
     def _find(self, kind: str, leave: tuple[str, ...]) -> tuple[str, str | None]:
-        """Return where an object of this kind was seen and its name, else the next receptacle to look at, and None.
+        """Return the receptacle in which an object of type ``kind`` was seen, and the object's name. Without one,
+        return the next receptacle to look at, and None.
 
         Args:
             leave: receptacles from which objects are not taken.
@@ -123,18 +125,22 @@ class Expert:
         return [receptacle for receptacle in self._rooms if kind_of(receptacle) == kind]
 
     def _destination(self) -> str:
-        """Choose the destination; prefer the one that holds another target, because two targets must be together."""
+        """Return the receptacle to put the object in. It prefers the one that holds another target, because two targets
+        must be together.
+        """
         receptacles = self._receptacles((self.goal.destination or "").lower())
         return max(
             receptacles, key=lambda receptacle: sum(kind_of(t) == self._target for t in self._seen.get(receptacle, ()))
         )
 
     def _not_from(self) -> tuple[str, ...]:
-        """Return the receptacles from which no target is taken: the first of two targets stays at the destination."""
+        """Return the receptacles from which no target object is taken: the first of two targets stays at the
+        destination.
+        """
         return (self._destination(),) if self.goal.task_type == TWO else ()
 
     def _put_away(self, held: str, possible: set[str]) -> str:
-        """Put down an object that other commands picked up, anywhere it is allowed."""
+        """Return the next command to put down an object that the task does not need, anywhere it is allowed."""
         here = f"move {held} to {self._at}"
         if here in possible:
             return here
@@ -154,7 +160,7 @@ IDLES = 0.2  # share of the careless actions that look around; the others go to 
 
 
 class HouseholdExpertPolicy(CarelessPolicy):
-    """Writes the expert's next command between action tags, text in and text out.
+    """A scripted expert of household games that writes its next command between action tags, as text.
 
     The transcript of the whole conversation (``window: null``) shows the commands so far, and the policy replays the
     game of the task's metadata up to there. With probability ``error_rate`` an action is useless: it goes to a random
@@ -162,7 +168,9 @@ class HouseholdExpertPolicy(CarelessPolicy):
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, without its end token, after ``transcript`` (everything since the prompt)."""
+        """Return the text of the expert's next turn, without its end token. ``transcript`` is everything since the
+        prompt.
+        """
         game = Game.from_json(task.metadata["household"]["game"])
         simulator, expert = Simulator(game), Expert(game.goal)
         observation = simulator.reset()
@@ -175,7 +183,9 @@ class HouseholdExpertPolicy(CarelessPolicy):
         return f"<action>{careful if rng is None else careless(observation, careful, rng)}</action>"
 
     def fits(self, task: Task, transcript: str) -> bool:
-        """Return whether the transcript's commands give, in this game, the observations it shows."""
+        """Return whether the transcript belongs to this task's game: its commands lead to the observations that it
+        shows.
+        """
         simulator = Simulator(Game.from_json(task.metadata["household"]["game"]))
         simulator.reset()
         end = 0
@@ -189,20 +199,22 @@ class HouseholdExpertPolicy(CarelessPolicy):
 
 
 def careless(observation: Observation, careful: str, rng: random.Random) -> str:
-    """Draw an action that changes nothing in the room and, if possible, differs from the careful action."""
+    """Return a random command that changes nothing in the room and, if possible, differs from the careful command."""
     away = [c for c in observation.admissible if c.startswith("go to ") and c != careful]
     return rng.choice(away) if away and rng.random() >= IDLES else rng.choice(IDLE)
 
 
 class HouseholdExpertEngine(WorldExpert):
-    """Engine over ``HouseholdExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability of a
-    useless action."""
+    """Inference engine that answers with ``HouseholdExpertPolicy``, a scripted expert. Turns end with the tokenizer's
+    EOS. ``error_rate`` is the probability of a useless action.
+    """
 
     QUESTION = re.compile(r"(-= Welcome to TextWorld.*?Your task is to: [^\n<]*)", re.DOTALL)
     Policy = HouseholdExpertPolicy
     ends_turns = True
 
     def _choose(self, tasks: Sequence[Task], transcript: str) -> Task:
-        """Choose the first game whose observations match the transcript, because small rooms may open alike. The expert
-        acts on what it has seen, so any match gives the same action."""
+        """Return the first game (task) whose observations match the transcript, because small rooms may open alike. The
+        expert acts on what it has seen, so any match leads to the same action.
+        """
         return next((task for task in tasks if self._policy.fits(task, transcript)), tasks[0])

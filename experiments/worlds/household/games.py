@@ -37,7 +37,7 @@ def name_of(kind: str, number: int) -> str:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """A thing that holds objects, closed at first if it can be opened."""
+    """A piece of furniture or appliance that holds objects. It is closed at first if it can be opened."""
 
     type: str  # "CounterTop"
     number: int  # from 1, without gaps within its type
@@ -51,7 +51,7 @@ class Receptacle:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object. (Python has taken ALFWorld's word.)"""
+    """An object in a household game, such as an apple."""
 
     type: str  # "Apple"
     number: int
@@ -65,7 +65,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a game, in types.
+    """The goal of a household game, in types of objects and receptacles.
 
     Args:
         task_type: one of TASK_TYPES.
@@ -81,13 +81,13 @@ class Goal:
 
     @property
     def treatment(self) -> tuple[str, str] | None:
-        """Return verb and receptacle type, such as ("heat", "Microwave"), or None without a treatment."""
+        """The action that the goal requires as verb and receptacle type, such as ("heat", "Microwave"), or None."""
         return TREATMENTS.get(self.task_type)
 
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """One room and one task.
+    """A household game: one room with its objects, and one task.
 
     Raises:
         ValueError: the game is invalid: numbers with gaps, an unknown receptacle, type or property, or a goal that
@@ -138,21 +138,21 @@ class Game:
             raise ValueError(f"no {goal.target} can be put into a {goal.destination}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON, from which ``from_json`` makes an equal game."""
+        """Return the game as plain JSON data, from which ``from_json`` makes an equal game."""
         receptacles = [asdict(receptacle) for receptacle in self.receptacles]
         items = [asdict(item) | {"properties": list(item.properties)} for item in self.items]
         return asdict(self.goal) | {"sentence": self.sentence, "receptacles": receptacles, "objects": items}
 
     @classmethod
     def from_json(cls, data: Any) -> Game:
-        """Make a game from JSON. Raises ValueError with what was found and what was expected."""
+        """Return a game read from JSON data. Raises ValueError with what was found and what was expected."""
         found = validated(_GAME, data, "game")
         goal = Goal(found.task_type, found.target, found.destination, found.toggle)
         return cls(goal, found.sentence, found.receptacles, found.objects)
 
 
 class _GameJson(BaseModel):
-    """The JSON form of a game."""
+    """The JSON form of a household game."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -169,7 +169,9 @@ _GAME = TypeAdapter(_GameJson)
 
 
 def order_of(thing: Receptacle | Item) -> tuple[str, int]:
-    """Return its position in ALFWorld's lists, which are sorted by identifier ("cup_bar_.."), numbered from the end."""
+    """Return the sort key of an object or receptacle in ALFWorld's lists, which are sorted by identifier
+    ("cup_bar_.."), numbered from the end.
+    """
     kind = thing.type.lower().removesuffix("basin")  # a sink basin's identifier is sink_bar_.._bar_sinkbasin
     return f"{kind}_", -thing.number
 

@@ -17,14 +17,14 @@ _TASK = re.compile(r"Your task is to: (.*?)\.?\"")
 
 @dataclass(frozen=True, slots=True)
 class DiskGames:
-    """The games found, and for each reason the number of games left out."""
+    """The games found in an ALFWorld download as tasks, and for each reason the number of games left out."""
 
     tasks: tuple[Task, ...]
     skipped: Counter[str]
 
 
 def games_on_disk(folder: str | Path, split: str) -> DiskGames:
-    """List the games that ALFWorld itself would play, sorted by path.
+    """Return the downloaded games that ALFWorld itself would play as tasks, sorted by path.
 
     Leaves out, as alfworld's ``AlfredTWEnv`` does: other task types (slices and movable receptacles), games without a
     file, and games that are not marked as solvable.
@@ -60,7 +60,7 @@ def games_on_disk(folder: str | Path, split: str) -> DiskGames:
 
 
 def _sentence_if_solvable(path: Path) -> str | None:
-    """Return the task's wording from the game's grammar, or None for a game that is not marked as solvable."""
+    """Return the task's wording from a game file's grammar, or None if the game is not marked as solvable."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         solvable, found = data.get("solvable"), _TASK.search(data["grammar"])

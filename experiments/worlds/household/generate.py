@@ -34,7 +34,7 @@ EXTRAS = {"full": (16, 30), "small": (3, 5)}  # further objects, besides those o
 
 
 def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
-    """Draw a game. The same arguments give the same game.
+    """Draw a random, solvable household game. The same arguments give the same game.
 
     Args:
         task_type: one of ``games.TASK_TYPES``.
@@ -67,7 +67,9 @@ def generate_game(task_type: str, seed: int, *, size: Size = "full") -> Game:
 
 
 def _draw_goal(draw: random.Random, task_type: str, kinds: list[str], objects: tuple[str, ...]) -> Goal:
-    """Draw a target that allows the task's treatment, and a destination that is not its only possible receptacle."""
+    """Draw the goal of a household game. The target allows the task's treatment, and the destination is not its only
+    possible receptacle.
+    """
     if task_type == LOOK:
         found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
         return Goal(task_type, draw.choice(found), None, LAMP)
@@ -84,7 +86,7 @@ def _draw_goal(draw: random.Random, task_type: str, kinds: list[str], objects: t
 def _draw_objects(
     draw: random.Random, goal: Goal, kinds: list[str], objects: tuple[str, ...], extras: int
 ) -> list[str]:
-    """Draw the types of all objects, those of the task first."""
+    """Draw the types of all objects in a household game, those of the task first."""
     wanted = [goal.target] * (2 if goal.task_type == TWO else 1)
     lamps = [LAMP] if goal.toggle or (draw.random() < 0.5 and set(kinds) & set(LAMP_PLACES)) else []
     found = [kind for kind in objects if any(kind in CAN_HOLD[receptacle] for receptacle in kinds)]
@@ -94,7 +96,9 @@ def _draw_objects(
 def _item(
     draw: random.Random, kind: str, receptacles: tuple[Receptacle, ...], counted: Counter[str], goal: Goal
 ) -> Item:
-    """Add one object of this type at a random place. An object of the target's type never starts at the destination."""
+    """Return a new object of type ``kind`` at a random place. An object of the target's type never starts at the
+    destination.
+    """
     fits = [r for r in receptacles if (r.type in LAMP_PLACES if kind == LAMP else kind in CAN_HOLD[r.type])]
     if kind == goal.target:
         fits = [receptacle for receptacle in fits if receptacle.type != goal.destination]

@@ -29,13 +29,15 @@ VERSION = "0.4."  # earlier versions have other commands ("put X in/on R")
 
 
 def default_python() -> str | None:
-    """Return a Python that has ALFWorld: the one the variable names, or that of ``make alfworld``; None without one."""
+    """Return the path of a Python that has ALFWorld, or None. The environment variable comes first, then that of ``make
+    alfworld``.
+    """
     here = ROOT / ".venv-alfworld" / "bin" / "python"
     return os.environ.get(PYTHON_VARIABLE) or (str(here) if here.exists() else None)
 
 
 def check_game_file(path: str | Path) -> None:
-    """Raise ValueError, with the file's name, unless the file exists, is JSON and has the fields of a game file."""
+    """Raise ValueError, with the path, unless an ALFWorld game file exists, is JSON and has the required fields."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -50,7 +52,8 @@ def check_game_file(path: str | Path) -> None:
 
 
 class PddlPool:
-    """Plays up to ``workers`` games at once; further games wait for a process. Use one event loop from start to close.
+    """A pool of child processes that play ALFWorld games, up to ``workers`` at once; further games wait for a process.
+    Use one event loop from start to close.
 
     Args:
         python: interpreter that has alfworld 0.4; None: ``default_python()``.
@@ -66,11 +69,11 @@ class PddlPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Return the ids of the live processes."""
+        """The process ids of the live child processes."""
         return tuple(sorted(worker.process.pid for worker in self._alive))
 
     async def start(self) -> None:
-        """Start one process, so that a missing or wrong package is reported before other parts load.
+        """Start one child process, so that a missing or wrong alfworld package is reported before other parts load.
 
         Raises:
             InfrastructureError: no Python has ALFWorld, or the process does not start.
@@ -79,7 +82,9 @@ class PddlPool:
             self._idle.append(await self._take())
 
     async def open(self, game: Game | str) -> PddlGame:
-        """Open a generated game or a game file. Waits for a process; ``PddlGame.close`` returns it."""
+        """Open a generated game, or a game file by its path, in a child process. Waits for a free process;
+        ``PddlGame.close`` returns it.
+        """
         await self._free.acquire()
         try:
             return PddlGame(self, await self._take(), game)
@@ -88,7 +93,7 @@ class PddlPool:
             raise
 
     async def close(self) -> None:
-        """Kill all processes; games in progress end with InfrastructureError. Idempotent."""
+        """Kill all child processes. Games in progress end with InfrastructureError. Idempotent."""
         self._idle.clear()
         for worker in tuple(self._alive):
             await self.discard(worker)
@@ -125,7 +130,7 @@ class PddlPool:
 
 
 class PddlGame:
-    """One game in one process of the pool.
+    """One ALFWorld game in one child process of the pool.
 
     Raises InfrastructureError if the process fails; the pool then replaces the process.
     """
@@ -142,7 +147,7 @@ class PddlGame:
         return await self._ask({"step": command}, self._pool.step_timeout_s, f"a command in {self._what}")
 
     async def close(self) -> None:
-        """Return the process to the pool. Idempotent."""
+        """Return the game's child process to the pool. Idempotent."""
         if not self._closed:
             self._closed = True
             self._pool.give_back(self._worker)
@@ -157,7 +162,7 @@ class PddlGame:
 
 
 class _Worker:
-    """The parent's side of `pddl_worker.py`."""
+    """A child process that plays ALFWorld games, as its parent sees it (`pddl_worker.py` is the child's side)."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Any) -> None:
         self.process, self._log = process, log
@@ -212,7 +217,7 @@ class _Worker:
         return answer
 
     def _tail(self) -> str:
-        """Return the end of the process's stderr."""
+        """Return the last 500 bytes of the process's stderr as text."""
         if self._log.closed:
             return "it was stopped"
         self._log.seek(0, os.SEEK_END)

@@ -20,7 +20,7 @@ GRACE_SECONDS = 1.0  # the parent kills at the deadline; this process ends itsel
 
 
 class Engine:
-    """Plays one game at a time. Repeating a game takes half the time, because the loaded game is kept."""
+    """Plays one ALFWorld game at a time. Repeating a game takes half the time, because the loaded game is kept."""
 
     def __init__(self) -> None:
         os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())  # importing the package creates this folder

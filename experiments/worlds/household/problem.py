@@ -16,7 +16,7 @@ _DONE = {"clean": "isClean", "heat": "isHot", "cool": "isCool"}
 
 
 def game_file(game: Game, domain: str, grammar: str) -> dict[str, Any]:
-    """Return the content of ``game.tw-pddl``.
+    """Return the content of an ALFWorld game file (``game.tw-pddl``) for a generated game.
 
     Args:
         domain: ALFWorld's ``alfred.pddl``.
@@ -32,8 +32,9 @@ def game_file(game: Game, domain: str, grammar: str) -> dict[str, Any]:
 
 
 def problem(game: Game) -> str:
-    """Return the PDDL problem. The engine numbers the things of a type by identifier, last first, so identifiers are
-    chosen to give the game's numbers."""
+    """Return a generated game as the text of a PDDL problem. The engine numbers the things of a type by identifier,
+    last first, so identifiers are chosen to give the game's numbers.
+    """
     counts = Counter(thing.type for thing in (*game.receptacles, *game.items))
     ids = {thing.name: _identifier(thing, counts[thing.type]) for thing in (*game.receptacles, *game.items)}
     return "\n".join(

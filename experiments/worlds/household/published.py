@@ -21,7 +21,7 @@ FILES = {"train": "train", "valid_seen": "test_seen", "valid_unseen": "test_unse
 
 
 class ListHousehold:
-    """List the games of an ALFWorld download. Deterministic.
+    """Writes the games of an ALFWorld download as question files. Deterministic.
 
     ``data_source`` is the task type, by which tables are split. The released evaluation draws 128 games of valid_seen
     each time (docs/papers/sdar.md 3.6). Here the validation panel is drawn once, so that validations of one or several
@@ -38,7 +38,8 @@ class ListHousehold:
         self.folder, self.size, self.seed = folder, panel, seed
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``{train,val,test_seen,test_unseen}.parquet``.
+        """Write the question files ``{train,val,test_seen,test_unseen}.parquet`` to ``output_dir``, and return their
+        sizes.
 
         Raises:
             DatasetError: valid_seen has fewer games than the panel.
@@ -60,7 +61,7 @@ def write(path: Path, tasks: Sequence[Task]) -> None:
 
 
 def panel(tasks: Sequence[Task], size: int, seed: int) -> list[Task]:
-    """Draw ``size`` of the tasks, and return them in the order of the list.
+    """Return ``size`` randomly drawn tasks, in the order of the list.
 
     Each data source gets its share, rounded by largest remainders, then by name.
 

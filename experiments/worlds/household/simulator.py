@@ -25,7 +25,7 @@ Execute = Callable[[], str]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The observation after a command; all three fields are as ALFWorld gives them."""
+    """The observation after a command in a household game. All three fields are as ALFWorld returns them."""
 
     text: str
     admissible: tuple[str, ...]  # sorted as the engine sorts them
@@ -33,7 +33,7 @@ class Observation:
 
 
 class Simulator:
-    """Plays one game; ``reset`` restarts it any number of times.
+    """Simulates one household game of ALFWorld in plain Python. ``reset`` restarts it any number of times.
 
     As in the engine, reaching the goal does not end the game: ``won`` says whether the goal holds now.
     """
@@ -60,7 +60,9 @@ class Simulator:
         )
 
     def step(self, command: str) -> Observation:
-        """Execute ``command`` if it is admissible; otherwise nothing happens. Surrounding space is ignored."""
+        """Execute a text command and return the observation. A command that is not admissible has no effect;
+        surrounding space is ignored.
+        """
         execute = self._commands.get(command.strip())
         return self._observation(NOTHING if execute is None else execute())
 
@@ -201,7 +203,7 @@ class Simulator:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Write a list as the engine does: "nothing", "a cup 1", "a cup 2, and a cup 1"."""
+    """Return a list of names in words, as ALFWorld writes it: "nothing", "a cup 1", "a cup 2, and a cup 1"."""
     if len(names) < 2:
         return names[0] if names else "nothing"
     return f"{', '.join(names[:-1])}, and {names[-1]}"

@@ -14,8 +14,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A kind of room. ``full`` and ``small`` map a receptacle type to its least and greatest number; ``objects`` are
-    the types in it."""
+    """A kind of room, such as a kitchen. ``full`` and ``small`` map a receptacle type to its least and greatest number;
+    ``objects`` are the types of objects in it.
+    """
 
     full: dict[str, tuple[int, int]]
     small: dict[str, tuple[int, int]]

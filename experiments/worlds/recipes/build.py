@@ -22,7 +22,8 @@ STEP = re.compile(r"step (\d+) (\w+)")
 
 
 class BuildRecipes(WorldTask):
-    """Orders for products, each with a recipe: some devices in order. Deterministic.
+    """Writes orders for products, each with a recipe (devices in order), as question files, and a tokenizer.
+    Deterministic.
 
     In train, val and test, the recipe of a product is the one in its skill; the order does not contain it. So the
     recipe is what a model can learn, and the three splits order the same products (no order is in two of them). In the
@@ -70,7 +71,7 @@ class BuildRecipes(WorldTask):
         return len(tokenizer)
 
     def _orders(self, split: str, n: int, rng: random.Random, taken: set[str]) -> list[Task]:
-        """Draw ``n`` new orders, the products in turn, and add them to ``taken``."""
+        """Draw ``n`` new orders as tasks, the products in turn, and add their questions to ``taken``."""
         tasks: list[Task] = []
         while len(tasks) < n:
             product, recipe = list(self.recipes.items())[len(tasks) % len(self.recipes)]
@@ -87,7 +88,7 @@ class BuildRecipes(WorldTask):
 
 
 def read_recipe(skill: Skill) -> list[str]:
-    """Return the devices that a skill names, in order.
+    """Return the devices that a skill (advice text) names, in order.
 
     >>> read_recipe(Skill("cider", "Making cider", "For cider: step 1 mill, step 2 press", "when cider is ordered"))
     ['mill', 'press']
@@ -102,13 +103,13 @@ def read_recipe(skill: Skill) -> list[str]:
 
 
 def with_recipe(product: str, recipe: Sequence[str]) -> Skill:
-    """Make a skill with this recipe, worded as in the bank."""
+    """Return a skill (advice text) with this recipe, worded as in the skill bank."""
     steps = ", ".join(f"step {number} {device}" for number, device in enumerate(recipe, 1))
     return Skill(product, f"Making {product}", f"For {product}: {steps}.", f"when {product} is ordered")
 
 
 def texts(orders: Sequence[Task]) -> list[str]:
-    """Yield the tokenizer's training texts: all that an agent reads and writes here."""
+    """Return the tokenizer's training texts: all that an agent reads and writes about recipes."""
     facts = [(task.metadata["product"], task.metadata["recipe"], task.question) for task in orders[:2000]]
     prompts = [f"<|im_start|>user\n{with_recipe(name, recipe).principle}\n{asked}" for name, recipe, asked in facts]
     actions = [f"<|im_start|>assistant\n<action> step 1 {d} </action>" for d in orders[0].metadata["devices"]] * 200

@@ -16,7 +16,8 @@ from rollout.trajectory import Action, CallOutcome, Task, ToolCall, ToolRequest,
 
 
 class Recipes:
-    """Makes one environment per trajectory.
+    """Environment factory for recipes, where the agent must find the devices of a product: makes one environment per
+    trajectory.
 
     Args:
         reward: reward for a finished product, which ends the episode; otherwise 0.
@@ -32,7 +33,7 @@ class Recipes:
         return RecipeEpisode(task, self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Raise ValueError for tasks without a recipe."""
+        """Raise ValueError if any task has no recipe (list of devices)."""
         check_tasks(tasks, recipe_of, "tasks without a recipe")
 
     async def close(self) -> None:
@@ -40,7 +41,7 @@ class Recipes:
 
 
 def recipe_of(task: Task) -> list[str]:
-    """Return the devices in order. Raises ValueError if the task has none."""
+    """Return the devices of a task's recipe, in order. Raises ValueError if the task has none."""
     recipe = task.metadata.get("recipe")
     if not isinstance(recipe, list) or not recipe or not all(isinstance(device, str) for device in recipe):
         raise ValueError(f"task {task.id}: metadata['recipe'] is {recipe!r:.100}; expected a list of devices")
@@ -48,7 +49,9 @@ def recipe_of(task: Task) -> list[str]:
 
 
 class RecipeEpisode:
-    """The episode of one product. Its measures are ``success`` (0 or 1) and ``steps`` (devices used)."""
+    """Environment of one episode, in which the agent makes one product. Its measures are ``success`` (0 or 1) and
+    ``steps`` (devices used).
+    """
 
     def __init__(self, task: Task, reward: float, tools_enabled: bool) -> None:
         self._task, self._reward, self._enabled = task, reward, tools_enabled
@@ -63,7 +66,7 @@ class RecipeEpisode:
         return FirstObservation(self._task.question, measures=self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode after ``calls``; return the reward so far."""
+        """Continue an episode after ``calls`` by repeating their actions, and return the reward so far."""
         for call in calls:
             if call.executed:
                 await self._act(call.request)

@@ -18,10 +18,14 @@ STEP = re.compile(r"step (\d+)")
 
 
 class RecipeExpertPolicy(CarelessPolicy):
-    """Writes the next step. With probability ``error_rate`` it uses a random device although the recipe is shown."""
+    """A scripted expert that follows a recipe if it is shown one, and guesses otherwise. With probability
+    ``error_rate`` it uses a random device although the recipe is shown.
+    """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, without its end token, after ``transcript`` (everything since the question)."""
+        """Return the text of the expert's next turn, without its end token. ``transcript`` is everything since the
+        question.
+        """
         turn = len(between(transcript, *ACTION))
         step = int((STEP.findall(transcript) or ["1"])[-1])
         careless = self.slips(task, turn)
@@ -33,7 +37,9 @@ class RecipeExpertPolicy(CarelessPolicy):
 
 
 class RecipeExpertEngine(WorldExpert):
-    """Engine over ``RecipeExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate``: see the policy."""
+    """Inference engine that answers with ``RecipeExpertPolicy``, a scripted expert. Turns end with the tokenizer's EOS.
+    ``error_rate``: see the policy.
+    """
 
     QUESTION = re.compile(r"(make \w+, order \d+\. step 1)")
     Policy = RecipeExpertPolicy
@@ -41,8 +47,9 @@ class RecipeExpertEngine(WorldExpert):
 
 
 class DemonstratedRecipe(SkillRetriever):
-    """Shows a demonstration's own recipe as a skill, whatever the bank's recipe is; shows nothing for orders without
-    one."""
+    """Skill retriever that shows a demonstration's own recipe as a skill (advice text), whatever the bank's recipe is.
+    Orders that hide their recipe get no skill.
+    """
 
     def select(self, task: Task, text: str) -> Selection:
         if not task.metadata["shown"]:

@@ -21,7 +21,7 @@ UNDEFINED = "NameError: name 's' is not defined\n"
 
 
 class BuildLedgers(WorldTask):
-    """Write problems and a tokenizer for them. Deterministic.
+    """Writes question files of ledgers (running totals to keep in a notebook), and a tokenizer for them. Deterministic.
 
     Args:
         seed: see ``WorldTask``, as for all arguments.
@@ -59,7 +59,7 @@ class BuildLedgers(WorldTask):
 
 
 def texts(tasks: list[Task], seed: int) -> list[str]:
-    """Yield the tokenizer's training texts: ledgers, and turns of the expert and the notebook with any totals."""
+    """Return the tokenizer's training texts: ledgers, and turns of the expert and the notebook with random totals."""
     rng, expert = random.Random(f"texts:{seed}"), LedgerPolicy(error_rate=0.4, seed=seed, repair=0.5)
     numbers = " ".join(map(str, range(11, 100)))
     found: list[str] = [numbers, numbers]  # also for a few ledgers

@@ -15,13 +15,13 @@ _SHOWN = re.compile(rf"^{TOTAL} = (-?\d{{1,4000}})$", re.MULTILINE)  # int() tak
 
 
 def shown_total(text: str) -> int | None:
-    """Return the total at the end of a cell's result, or None."""
+    """Return the last total that a notebook cell's result shows, or None."""
     found = _SHOWN.findall(text)
     return int(found[-1]) if found else None
 
 
 class Ledger(Notebook):
-    """A notebook that shows the running total ``t`` after each cell.
+    """Environment with a Python notebook that shows the running total ``t`` after each cell.
 
     ``metadata["totals"]`` of a task lists the right totals, from the first to the answer.
 
@@ -34,7 +34,7 @@ class Ledger(Notebook):
 
     @staticmethod
     def verdicts(trajectory: Trajectory) -> Sequence[bool | None]:
-        """Return for each turn whether it was right in its situation, or None without a verdict.
+        """Return for each turn of a trajectory whether it was right in its situation; None without a verdict.
 
         While the total is right, the next total is right, or the answer after the last one. While the total is wrong,
         the last right total is right, or the one after it. A cell that leaves a right total unchanged has no verdict

@@ -17,7 +17,7 @@ _OVERWRITES = re.compile(rf"{TOTAL} = (-?\d+)(; .*)?")
 
 
 class LedgerPolicy(CarelessPolicy):
-    """Writes the expert's turns for one ledger.
+    """A scripted expert that keeps a running total in a notebook, and writes its turns as text.
 
     The first cell is ``t = 57``; each later cell enters a change, ``t = t + 12``. Each turn repeats the last total and
     the change, which a tiny model copies from beside the cell. With probability ``error_rate`` a change goes wrong: ``t
@@ -40,7 +40,7 @@ class LedgerPolicy(CarelessPolicy):
         self.repair, self.backwards = repair, backwards
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, tags included, after ``transcript`` (everything since the prompt)."""
+        """Return the text of the expert's next turn, tags included. ``transcript`` is everything since the prompt."""
         cells = _CELL.findall(transcript)
         changes, start = task.metadata["changes"], task.metadata["totals"][0]
         overwritten = [_OVERWRITES.fullmatch(code) for code, _ in cells]
@@ -72,7 +72,7 @@ def _cell(code: str) -> str:
 
 
 class LedgerExpertEngine(WorldExpert):
-    """Engine over ``LedgerPolicy``.
+    """Inference engine that answers with ``LedgerPolicy``, a scripted expert that keeps a running total.
 
     Args:
         tokenizer: see ``WorldExpert``.

@@ -18,7 +18,7 @@ CHANGES = range(11, 40)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One ledger: amounts and their changes, to be added up in a notebook.
+    """A word problem about a ledger: amounts and their changes, to be added up in a notebook.
 
     ``months`` are those of the changes, ``changes`` have their signs, as a formula writes them ("+ 12"), and ``totals``
     run from the start to the answer.
@@ -31,7 +31,7 @@ class Problem:
 
 
 def make_problem(rng: random.Random, changes: int) -> Problem:
-    """Draw a problem with ``changes`` changes (1 to 12), each in a different month.
+    """Draw a random ledger problem with ``changes`` changes (1 to 12), each in a different month.
 
     The first month is random, so its position says nothing about its name: a model must read to find a change.
     """
@@ -56,8 +56,8 @@ def make_problem(rng: random.Random, changes: int) -> Problem:
 
 
 def moved(change: str) -> str:
-    """Write a change as a ledger does. The number comes first, so that one word before it tells where to continue
-    copying.
+    """Return a change such as "+ 12" in the words of a ledger, "12 in". The number comes first, so that one word before
+    it tells where to continue copying.
 
     >>> moved("+ 12"), moved("- 30")
     ('12 in', '30 out')
@@ -67,8 +67,9 @@ def moved(change: str) -> str:
 
 
 def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str]) -> list[Problem]:
-    """Draw ``count`` problems whose questions are not in ``taken``, and add them. Each has a number of changes from
-    ``sizes``."""
+    """Draw ``count`` problems whose questions are not in ``taken``, and add their questions. Each has a number of
+    changes from ``sizes``.
+    """
     problems: list[Problem] = []
     while len(problems) < count:
         problem = make_problem(rng, rng.choice(sizes))
@@ -79,7 +80,7 @@ def draw_problems(count: int, sizes: range, rng: random.Random, taken: set[str])
 
 
 def as_task(problem: Problem, task_id: str) -> Task:
-    """Make the task; its metadata are ``months``, ``changes`` and ``totals`` of ``Problem``."""
+    """Return a ledger problem as a task. Its metadata are ``months``, ``changes`` and ``totals`` of ``Problem``."""
     return Task(
         id=task_id,
         question=problem.question,

@@ -25,18 +25,18 @@ DIGITS = 2  # digits of a number in one token: a product's number is two tokens 
 
 
 class ShopTask(ABC):
-    """Base of the stages that write a shop."""
+    """Base class of the stages that write a shop: products, a search corpus and question files."""
 
     @abstractmethod
     def catalogue(self) -> Catalogue: ...
 
     @abstractmethod
     def splits(self, catalogue: Catalogue) -> Mapping[str, Sequence[Task]]:
-        """Return the tasks by file name."""
+        """Return the shopping tasks of each split. The split is the name of its question file."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write ``catalogue.jsonl`` (for the environment), ``corpus.jsonl`` (for the index) and one ``.parquet`` per
-        split.
+        """Write the products, the search corpus and the question files of a shop to ``output_dir``. They are
+        ``catalogue.jsonl`` (for the environment), ``corpus.jsonl`` (for the index) and one ``.parquet`` per split.
 
         Raises:
             CatalogueError: see ``load_webshop``.
@@ -50,7 +50,8 @@ class ShopTask(ABC):
 
 
 class ListWebShop(ShopTask):
-    """Split WebShop's published products and goals as verl-agent and SDAR do. Deterministic.
+    """Writes WebShop's published products, and its goals as question files, split as in verl-agent and SDAR.
+    Deterministic.
 
     The first 500 goals of the shuffled list are the test, and training uses the others. The released evaluation draws
     128 of the 500 each time (docs/papers/sdar.md 3.6). Here the 128 of the validation are drawn once, and the test uses
@@ -98,7 +99,7 @@ class ListWebShop(ShopTask):
 
 
 class BuildShop(ShopTask):
-    """A generated shop, its tokenizer, and plain text about another shop, without a download. Deterministic.
+    """Writes a generated shop, its tokenizer, and plain text about another shop, without a download. Deterministic.
 
     As in WebShop, goals of one product (they differ in options) may be in several splits; no goal is in two.
 
@@ -142,7 +143,9 @@ class BuildShop(ShopTask):
         self.vocab_size, self.articles, self.article_tokens = vocab_size, articles, article_tokens
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Write the files of every shop, ``tokenizer/`` and ``articles.parquet``."""
+        """Write the products, search corpus and question files of a generated shop, ``tokenizer/`` and
+        ``articles.parquet`` to ``output_dir``. Returns counts.
+        """
         counts = super().run(output_dir)
         vocabulary = write_language(
             output_dir, self._texts(), self.seed, self.vocab_size, self.articles, self.article_tokens, DIGITS
@@ -150,7 +153,7 @@ class BuildShop(ShopTask):
         return {"vocabulary": vocabulary} | counts
 
     def _texts(self) -> Draw:
-        """Return a function that draws texts about another shop: other products, goals and prices."""
+        """Return a function that draws random texts about another shop: other products, goals and prices."""
         other = generate_catalogue(self.size, self.seed + 1, **self.options)
         goals = make_goals(other, seed=self.seed + 1)
 
@@ -174,5 +177,5 @@ class BuildShop(ShopTask):
 
 
 def numbered(goals: Sequence[Goal], first: int, split: str) -> list[Task]:
-    """Make tasks of ``goals``; the first has the index ``first`` in the shuffled list."""
+    """Return the goals as tasks. The first has the index ``first`` in the shuffled list of goals."""
     return [as_task(goal, number, split) for number, goal in enumerate(goals, start=first)]

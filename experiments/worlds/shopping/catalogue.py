@@ -20,7 +20,7 @@ _ONE_READER = threading.Lock()  # if two threads ask at once, the second waits f
 
 
 class Catalogue:
-    """Products in file order, found by asin.
+    """The products of a shop in file order, found by asin (product number).
 
     Raises:
         CatalogueError: no product, or an asin occurs twice.
@@ -39,7 +39,7 @@ class Catalogue:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the SHA-256 over all products in order; equal catalogues have equal fingerprints."""
+        """The SHA-256 over all products in order, as text. Equal catalogues have equal fingerprints."""
         digest = hashlib.sha256()
         for product in self.products:
             digest.update(_line(product))
@@ -47,7 +47,7 @@ class Catalogue:
 
 
 def load_catalogue(path: str | Path) -> Catalogue:
-    """Read a file of ``write_catalogue``, once per process while the file does not change.
+    """Read a product catalogue file, once per process while the file does not change.
 
     Raises:
         CatalogueError: the file is missing, or ``write_catalogue`` did not write it.
@@ -62,7 +62,7 @@ def load_catalogue(path: str | Path) -> Catalogue:
 
 @functools.lru_cache(maxsize=4)
 def _load(path: Path, size: int, modified_ns: int) -> Catalogue:
-    """Read the file. ``size`` and ``modified_ns`` make a changed file a new entry of the cache."""
+    """Read a catalogue file. ``size`` and ``modified_ns`` make a changed file a new entry of the cache."""
     with path.open("rb") as file:
         return Catalogue([_product(path, number, line) for number, line in enumerate(file, start=1)])
 
@@ -78,7 +78,8 @@ def _product(path: Path, number: int, line: bytes) -> Product:
 
 
 def write_catalogue(catalogue: Catalogue, path: str | Path) -> None:
-    """Write one product per line of a ``.jsonl`` file, atomically; ``load_catalogue`` returns an equal catalogue."""
+    """Write the products to a ``.jsonl`` file, one per line, atomically. ``load_catalogue`` returns an equal
+    catalogue."""
     if Path(path).suffix != ".jsonl":
         raise ValueError(f"{path}: expected a name that ends in .jsonl")
     write_atomically(Path(path), b"".join(_line(product) for product in catalogue.products))

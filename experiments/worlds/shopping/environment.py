@@ -26,7 +26,8 @@ from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolCall, 
 
 
 class Shopping:
-    """Makes one environment per trajectory; all share catalogue and search.
+    """Environment factory for WebShop's shopping tasks: makes one environment per trajectory. All share the catalogue
+    and the search.
 
     The task's goal is ``metadata["shopping"]`` (``goals.as_task``).
 
@@ -59,7 +60,7 @@ class Shopping:
         self._shop: ShopData | None = None
 
     def __call__(self, task: Task, *, tools_enabled: bool = True) -> Environment:
-        """Start a visit.
+        """Return the environment of one shopping task.
 
         Raises RuntimeError before ``start``, and ValueError for a task without a goal of this catalogue.
         """
@@ -69,7 +70,7 @@ class Shopping:
         return ShoppingEnvironment(ShopSession(goal, self._shop), self.reward, tools_enabled)
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Check, before training starts, that every task has a goal of this catalogue.
+        """Check, before training starts, that every task has a shopping goal whose product is in the catalogue.
 
         Raises:
             ValueError: names the first task without one, or says what is wrong with the catalogue (CatalogueError).
@@ -87,7 +88,7 @@ class Shopping:
         return goal
 
     async def start(self) -> None:
-        """Read the catalogue, start the search and check that they belong together. Idempotent.
+        """Read the product catalogue, start the search and check that both belong together. Idempotent.
 
         Raises CatalogueError, and the errors of ``ProductSearch.start``.
         """
@@ -96,13 +97,13 @@ class Shopping:
         self._shop = ShopData(catalogue, self._search, self._texts)
 
     async def close(self) -> None:
-        """Close the search; a later ``start`` opens the shop again."""
+        """Close the shop's search. A later ``start`` opens the shop again."""
         self._shop = None
         await self._search.close()
 
 
 class ShoppingEnvironment:
-    """One visit as an ``Environment``.
+    """Environment of one shopping task, from the first page to the purchase.
 
     Every action has a reward (0 except for the purchase) and the measures score and success. A text without effect
     gives the outcome ERROR and the same page. ``info`` of observation and results is ``Page.info``.
@@ -116,7 +117,7 @@ class ShoppingEnvironment:
         return FirstObservation(page.text, page.info, self._measures())
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float:
-        """Repeat the actions of ``calls``; return the reward so far."""
+        """Continue a shopping episode after ``calls`` by repeating their actions, and return the reward so far."""
         for call in calls:
             if call.executed and isinstance(action := call.request.arguments.get("action"), str):
                 await self._session.act(action)

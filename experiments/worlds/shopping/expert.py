@@ -26,7 +26,7 @@ _ASKING = frozenset("i am looking for please get me find want need a an some the
 
 
 class ShoppingExpert:
-    """Chooses the next action of a visit from the page and the earlier actions; keeps no state.
+    """A scripted expert that chooses the next shopping action from the page and the earlier actions. It keeps no state.
 
     Args:
         error_rate: probability that a visit is careless: it chooses a wrong value for the first option if there is one,
@@ -38,7 +38,7 @@ class ShoppingExpert:
         self.error_rate, self.seed = error_rate, seed
 
     def next_action(self, task: Task, info: Mapping[str, Any], past: Sequence[str]) -> str:
-        """Return the next action, such as "click[buy now]".
+        """Return the text of the next shopping action, such as "click[buy now]".
 
         Args:
             info: description of the current page: ``FirstObservation.info`` or ``ToolResult.info``.
@@ -88,7 +88,7 @@ class ShoppingExpert:
 
 
 def query_words(goal: Goal) -> str:
-    """Return the instruction without its price limit, option names and words of asking.
+    """Return a search query for a goal: its instruction without price limit, option names and words of asking.
 
     >>> query_words(Goal("B1", "find me a shirt with slim fit with color: red, and price lower than 20.00 dollars",
     ...                  ("slim fit",), (("color", "red"),), 20.0, "Shirt", "apparel", "shirt", "Clothing"))
@@ -114,13 +114,13 @@ def _searches(past: Sequence[str]) -> int:
 
 
 def _since_search(past: Sequence[str]) -> list[str]:
-    """Return the actions after the last search."""
+    """Return the actions after the last search, oldest first."""
     latest = max((n for n, action in enumerate(past) if action.startswith("search[")), default=-1)
     return list(past[latest + 1 :])
 
 
 class ShoppingExpertPolicy:
-    """Writes the expert's next action between action tags, text in and text out.
+    """A scripted shopping expert that writes its next action between action tags, as text.
 
     The transcript of the whole conversation (``window: null``) shows the actions so far and the current page. With
     probability ``error_rate`` a visit is careless: see ``ShoppingExpert``.
@@ -130,14 +130,16 @@ class ShoppingExpertPolicy:
         self._expert = ShoppingExpert(error_rate, seed)
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, without its end token, after ``transcript`` (everything since the instruction)."""
+        """Return the text of the expert's next turn, without its end token. ``transcript`` is everything since the
+        instruction.
+        """
         shown = transcript.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
         facts = page_facts(shown.split(pages.SEPARATOR), goal_of(task))
         return f"<action>{self._expert.next_action(task, facts, between(transcript, *ACTION))}</action>"
 
 
 def page_facts(parts: Sequence[str], goal: Goal) -> dict[str, Any]:
-    """Read a page's ``Page.info`` from its text: the page's name and what can be clicked.
+    """Return a shop page's ``Page.info``, read from the page's texts: the page's name and what can be clicked.
 
     ``goal`` gives the names of the options, which products of one kind share in a generated shop.
     """
@@ -159,8 +161,9 @@ def _buttons(parts: Sequence[str]) -> list[str]:
 
 
 class ShoppingExpertEngine(WorldExpert):
-    """Engine over ``ShoppingExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability of a
-    careless visit."""
+    """Inference engine that answers with ``ShoppingExpertPolicy``, a scripted expert. Turns end with the tokenizer's
+    EOS. ``error_rate`` is the probability of a careless visit.
+    """
 
     QUESTION = re.compile(r"Instruction: \[SEP\] (.*?) \[SEP\]", re.DOTALL)
     Policy = ShoppingExpertPolicy

@@ -21,7 +21,9 @@ def words(text: str) -> frozenset[str]:
 
 
 def ratio(a: str, b: str) -> int:
-    """Return the share of equal characters in matching blocks, 0 to 100; 0 for an empty text, 100 for equal texts."""
+    """Return the similarity of two texts, 0 to 100: the share of characters in matching blocks (difflib). Equal texts
+    have 100, an empty text 0.
+    """
     if a == b:
         return 100
     return round(100 * SequenceMatcher(None, a, b).ratio()) if a and b else 0
@@ -29,8 +31,8 @@ def ratio(a: str, b: str) -> int:
 
 @functools.lru_cache(maxsize=65_536)
 def token_set_ratio(a: str, b: str) -> int:
-    """Return the best ``ratio`` among three texts: the common words alone, with the rest of ``a``, and with that of
-    ``b``.
+    """Return the similarity of two texts, 0 to 100, whatever the order of their words. It is the best ``ratio`` among
+    three texts: the common words alone, with the other words of ``a``, and with those of ``b``.
 
     It is 100 if one text contains all words of the other, and 0 if one has no word.
 

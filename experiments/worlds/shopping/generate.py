@@ -27,7 +27,8 @@ def generate_catalogue(
     brands: int = 24,
     capitals: bool = True,
 ) -> Catalogue:
-    """Generate ``size`` products, with all kinds equally frequent, each with the instruction for synthetic goals.
+    """Generate a catalogue of ``size`` random products, each with an instruction to buy it. All kinds are equally
+    frequent.
 
     A product has four attributes of its category. Its instruction asks for two of them, and its title names these two,
     so the first result of a good search is nearly always right. Products of one kind differ in these two while pairs
@@ -72,7 +73,7 @@ def _brands(count: int, rng: random.Random) -> list[str]:
 
 
 def _pairs(category: str, rng: random.Random) -> itertools.cycle:
-    """Yield pairs of requested attributes, in random order, again and again."""
+    """Return an endless iterator over pairs of requested attributes, in a random order that repeats."""
     choices = list(itertools.combinations(ATTRIBUTES[category], ASKED))
     rng.shuffle(choices)
     return itertools.cycle(choices)
@@ -102,6 +103,6 @@ def _product(
 
 
 def _some_values(option: Option, most: int, rng: random.Random) -> Option:
-    """Return the option with two to ``most`` of its values, in their order."""
+    """Return a copy of an option (such as size) with two to ``most`` of its values, in their order."""
     values = rng.sample(option.values, rng.randint(2, min(most, len(option.values))))
     return Option(option.name, tuple(sorted(values, key=option.values.index)))

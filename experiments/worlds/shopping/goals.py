@@ -36,7 +36,8 @@ def _as_pairs(options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The requirements with which the score compares a purchase. The product itself is one way to meet them."""
+    """The requirements with which a purchase is compared for its score. The goal's own product is one way to meet
+    them."""
 
     asin: str
     instruction: str
@@ -49,13 +50,13 @@ class Goal:
     product_category: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON for ``Task.metadata``."""
+        """Return the goal as plain JSON data for ``Task.metadata``."""
         plain = {"attributes": list(self.attributes), "options": dict(self.options)}
         return {name: getattr(self, name) for name in self.__slots__} | plain
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Goal:
-        """Make a goal from ``to_json``'s output. Raises ValueError for anything else."""
+        """Return a goal read from ``to_json``'s output. Raises ValueError for anything else."""
         try:
             return validated(_GOAL, values, "goal")
         except ValueError as error:
@@ -66,7 +67,7 @@ _GOAL = TypeAdapter(Goal)
 
 
 def make_goals(catalogue: Catalogue, seed: int = 0) -> list[Goal]:
-    """Return all synthetic goals of a catalogue, shuffled as published.
+    """Return all synthetic shopping goals of a product catalogue, shuffled as published.
 
     Args:
         seed: seed of the price limits.
@@ -84,7 +85,7 @@ def make_goals(catalogue: Catalogue, seed: int = 0) -> list[Goal]:
 
 
 def split_goals(goals: Sequence[Goal], evaluation: int = 500) -> dict[str, list[Goal]]:
-    """Split a shuffled list: the first ``evaluation`` goals are "evaluation", the rest "train".
+    """Split a shuffled list of goals: the first ``evaluation`` goals are "evaluation", the others "train".
 
     verl-agent and SDAR take 500. Goals of one product may be in both parts, as published.
 
@@ -101,7 +102,7 @@ def split_goals(goals: Sequence[Goal], evaluation: int = 500) -> dict[str, list[
 
 
 def as_task(goal: Goal, number: int, split: str) -> Task:
-    """Make a task of the goal: ``question`` is the instruction, ``data_source`` the category.
+    """Return a shopping goal as a task: ``question`` is the instruction, ``data_source`` the category.
 
     ``metadata["index"]`` is ``number``, the index in the shuffled list, by which a WebShop server knows the goal.
     """
@@ -115,14 +116,16 @@ def as_task(goal: Goal, number: int, split: str) -> Task:
 
 
 def goal_of(task: Task) -> Goal:
-    """Return the task's goal. Raises ValueError for a task without a goal of the shop."""
+    """Return the shopping goal of a task. Raises ValueError for a task without one."""
     if METADATA not in task.metadata:
         raise ValueError(f"task {task.id}: its metadata has no {METADATA!r}; expected a task of goals.as_task")
     return Goal.from_json(task.metadata[METADATA])
 
 
 def _synthetic_goals(product: Product, seed: int) -> Iterator[Goal]:
-    """Make one goal per combination of options, with options sorted by name and one price limit for all."""
+    """Yield one goal of a product per combination of its options. Options are sorted by name, and all goals have the
+    same price limit.
+    """
     wish = product.synthetic
     if wish is None:
         return
@@ -147,7 +150,8 @@ def _goal(
 
 
 def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
-    """Return the limit in dollars and its wording. A price above 970 dollars has no limit."""
+    """Return a random price limit above ``price``, in dollars, and its wording. A price above 970 dollars has no
+    limit."""
     above = [limit for limit in PRICE_LIMITS if limit > price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""

@@ -38,15 +38,17 @@ class Page:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return the facts for prompts: {"admissible": ["click[buy now]", ...], "has_search_bar": False, "page":
-        "item"}."""
+        """The page's facts for prompts: {"admissible": ["click[buy now]", ...], "has_search_bar": False, "page":
+        "item"}.
+        """
         admissible = [QUERY_FORM] if self.has_search_bar else []
         admissible += [f"click[{label}]" for label in self.clickables]
         return {"admissible": admissible, "has_search_bar": self.has_search_bar, "page": self.name}
 
 
 def parse_action(text: str) -> tuple[str, str | None]:
-    r"""Split ``search[Red shoes]`` into ("search", "Red shoes"). A text that is not an action gives (text, None).
+    r"""Split an action such as ``search[Red shoes]`` into ("search", "Red shoes"). Other texts are returned as (text,
+    None).
 
     Equals the published pattern ``(.+)\[(.+)\]`` at the start of the text (engine.py, ``parse_action``), in linear
     time. Only the first line counts, the argument begins after the last possible "[", and text after its "]" is
@@ -74,8 +76,9 @@ def search_page(instruction: str) -> Page:
 
 
 def results_page(instruction: str, products: Sequence[Product], number: int, total: int) -> Page:
-    """Return page ``number`` (from 1) of ``total`` results. As published, "Next >" is always there, and the page after
-    the last is empty."""
+    """Return page ``number`` (from 1) of the search results. ``total`` counts the products found. As published, "Next
+    >" is always there, and the page after the last is empty.
+    """
     turns = (NEXT,) if number == 1 else (PREVIOUS, NEXT)
     shown = [text for p in products for text in (p.asin, p.title.strip(), p.price_tag) if text]
     labels = [BACK, *turns, *(product.asin for product in products)]
@@ -93,7 +96,7 @@ def item_page(instruction: str, product: Product) -> Page:
 
 
 def sub_page(instruction: str, product: Product, which: str) -> Page:
-    """Return one of the ``SUB_PAGES``."""
+    """Return the product's description, features or reviews page, by its name in ``SUB_PAGES``."""
     contents: Mapping[str, Sequence[str]] = {
         DESCRIPTION: [product.description.strip()] if product.description.strip() else [],
         FEATURES: [bullet.strip() for bullet in product.bullets],

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 
 class CatalogueError(ValueError):
-    """An invalid catalogue file. The message names the file and the item."""
+    """A product catalogue file is invalid. The message names the file and the item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice before buying: {"size": ["small", "large"]}. Name and values are in lower case."""
+    """A choice before buying a product, such as the option "size" with the values "small" and "large". Both are in
+    lower case.
+    """
 
     name: str
     values: tuple[str, ...]
@@ -19,7 +21,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction to buy something, in words, and its scored parts."""
+    """An instruction to buy something, in words, and the attributes that the score counts."""
 
     text: str
     attributes: tuple[str, ...]

@@ -54,7 +54,7 @@ class Score:
 def score_purchase(
     product: Product, options: Mapping[str, str], goal: Goal, option_texts: OptionTexts = "pairs"
 ) -> Score:
-    """Compare a purchase with a goal.
+    """Return the score of a purchase (product and chosen options), compared with a goal.
 
     Args:
         options: chosen value by option name.
@@ -68,7 +68,8 @@ def score_purchase(
 
 
 def title_words(title: str) -> list[str]:
-    """Return the words of a title that stand for its nouns, in lower case and order, with repetitions.
+    """Return the words of a product title without numbers and function words, in lower case and order, with
+    repetitions. They stand for its nouns.
 
     >>> title_words("Sony 65-inch TV with the Sony Remote")
     ['sony', 'inch', 'tv', 'sony', 'remote']
@@ -77,7 +78,7 @@ def title_words(title: str) -> list[str]:
 
 
 def type_score(product: Product, goal: Goal) -> float:
-    """Return ``r_type``: how well the purchase's kind matches the goal's."""
+    """Return WebShop's ``r_type``, 0 to 1: how well the kind of the bought product matches the goal's."""
     wanted = title_words(goal.title)
     # Distinct common words over all wanted words, repetitions counted, as published.
     common = len(set(wanted) & set(title_words(product.title))) / len(wanted) if wanted else 0.2
@@ -95,7 +96,9 @@ def _category_parts(path: str) -> set[str]:
 
 
 def attribute_matches(product: Product, goal: Goal) -> int:
-    """Count the wanted attributes that match one of the product's, or occur in its title, features or description."""
+    """Return how many of the goal's attributes match an attribute of the product, or occur in its title, features or
+    description.
+    """
     written = (product.title.lower(), " ".join(product.bullets).lower(), product.description.lower())
     return sum(
         any(token_set_ratio(own, wanted) > MATCH_ABOVE for own in product.attributes)
@@ -105,7 +108,7 @@ def attribute_matches(product: Product, goal: Goal) -> int:
 
 
 def option_matches(options: Mapping[str, str], goal: Goal, option_texts: OptionTexts = "pairs") -> int:
-    """Count the wanted options whose value matches a chosen option, under any name."""
+    """Return how many of the goal's option values match a chosen value, of an option with any name."""
     chosen = [normalize_colour(value) for value in options.values()]
     wanted = [_wanted_text(name, value, option_texts) for name, value in goal.options]
     return sum(any(token_set_ratio(own, text) > MATCH_ABOVE for own in chosen) for text in wanted)
@@ -119,7 +122,8 @@ def _wanted_text(name: str, value: str, option_texts: OptionTexts) -> str:
 
 
 def normalize_colour(text: str) -> str:
-    """Return the first of ``COLOURS`` that is part of the text, else the text. As published, "rectangular" is "tan".
+    """Return the first of ``COLOURS`` that is part of the text, else the text itself. As published, "rectangular" is
+    "tan".
 
     >>> normalize_colour("r.brown2060"), normalize_colour("x-large")
     ('brown', 'x-large')

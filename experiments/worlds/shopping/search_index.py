@@ -24,7 +24,7 @@ NO_TEXT = "."  # a corpus line needs text after the title; Lucene finds no word 
 
 
 def passage(product: Product) -> dict[str, str]:
-    """Return a corpus line: title, description, first feature and options, in lower case."""
+    """Return a product as a line of the search corpus: title, description, first feature and options, in lower case."""
     choices = ", and ".join(f"{option.name}: {', '.join(option.values)}" for option in product.options)
     text = " ".join(" ".join([product.description, *product.bullets[:1], choices]).lower().split())
     title = " ".join(product.title.lower().split()) or product.asin.lower()
@@ -32,13 +32,15 @@ def passage(product: Product) -> dict[str, str]:
 
 
 def write_corpus(catalogue: Catalogue, path: str | Path) -> None:
-    """Write the ``.jsonl`` corpus for ``retrieval.index.BuildIndex``, in the catalogue's order, atomically."""
+    """Write all products as a ``.jsonl`` search corpus for ``retrieval.index.BuildIndex``, in the catalogue's order,
+    atomically.
+    """
     lines = (orjson.dumps(passage(product), option=orjson.OPT_APPEND_NEWLINE) for product in catalogue.products)
     write_atomically(Path(path), b"".join(lines))
 
 
 class ProductSearch:
-    """Finds products for all sessions of a shop.
+    """Searches the products of a shop, for all its sessions.
 
     Args:
         retriever: as for the search tool: ``RetrieverProcess`` over the index, or ``RetrieverClient`` of a server.
@@ -49,7 +51,8 @@ class ProductSearch:
         self.retriever, self.topk = retriever, topk
 
     async def start(self, catalogue: Catalogue) -> None:
-        """Start the retriever and search for the first product's title.
+        """Start the retriever, and check by a search for the first product's title that it finds products of the
+        catalogue.
 
         Raises InfrastructureError if the retriever does not answer, its own errors for a wrong index, and ValueError if
         the results are not products of the catalogue.
@@ -64,7 +67,7 @@ class ProductSearch:
             )
 
     async def find(self, query: str, catalogue: Catalogue) -> tuple[Product, ...]:
-        """Return the best products, best first; none for a query without a word.
+        """Return the products that the search finds, best first; () for a query without a word.
 
         Leaves out hits that the catalogue lacks, as published (an index may have more). Raises InfrastructureError if
         the search fails.

@@ -25,7 +25,7 @@ from experiments.worlds.shopping.search_index import ProductSearch
 
 @dataclass(frozen=True, slots=True)
 class ShopData:
-    """The data that all sessions of a shop share."""
+    """The catalogue and the search that all sessions of a shop share."""
 
     catalogue: Catalogue
     search: ProductSearch
@@ -33,7 +33,7 @@ class ShopData:
 
 
 class ShopSession:
-    """A visit with a goal.
+    """A shopping session with a goal: keeps the current page and executes actions.
 
     ``page`` is the current page and ``options`` the chosen values by name. Once ``done``, ``score`` is the purchase's.
     """
@@ -49,7 +49,8 @@ class ShopSession:
         self._product: Product | None = None
 
     async def act(self, text: str) -> bool:
-        """Execute ``text``. Return False if it is not an action of this page, which then has no effect.
+        """Execute an action such as "click[buy now]". Return False if the page does not offer it; it then has no
+        effect.
 
         Raises InfrastructureError if the search fails.
         """
@@ -67,7 +68,7 @@ class ShopSession:
         return True
 
     def _click(self, label: str) -> None:
-        """Click a label. Buttons of the current page take precedence over options with the same name."""
+        """Click a label of the current page. Buttons take precedence over options with the same name."""
         here = self.page.name
         if label == pages.BUY.lower():
             self._buy()

@@ -15,7 +15,7 @@ RANDOM_CLICKS = 0.5  # probability that an option or a product is chosen at rand
 
 
 def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) -> str:
-    """Write a visit as a transcript with half of its clicks random.
+    """Return the text of a visit to the shop, in which half of the clicks are random.
 
     It shows pages and the effects of actions, but not how to buy the wanted product. The results are the goal's product
     and others of its kind, without a search.
@@ -43,14 +43,14 @@ def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) ->
 
 
 def label(catalogue: Catalogue, rng: random.Random) -> str:
-    """Draw a text that a page shows: a product's number, its kind, or a value to choose."""
+    """Return a random text that a shop's page shows: a product's number, its kind, or a value to choose."""
     product = rng.choice(catalogue.products)
     values = [value for option in product.options for value in option.values]
     return rng.choice((product.asin, product.asin.lower(), product.query, rng.choice(product.attributes), *values))
 
 
 def _values(product: Product, goal: Goal, rng: random.Random) -> list[str]:
-    """Draw one value of each option."""
+    """Return one value of each option of the product, chosen at random or as the goal wants."""
     wanted = dict(goal.options)
     drawn = [(option.name, rng.choice(option.values), rng.random() < RANDOM_CLICKS) for option in product.options]
     return [value if random_one or product.asin != goal.asin else wanted[name] for name, value, random_one in drawn]

@@ -30,7 +30,7 @@ _REQUIRED = ("asin", "name", "category", "query", "product_category", "full_desc
 
 
 def load_webshop(items: str | Path, attributes: str | Path, limit: int | None = None, seed: int = 0) -> Catalogue:
-    """Read WebShop's usable products, in file order.
+    """Read WebShop's published data files into a catalogue of the usable products, in file order.
 
     Args:
         items: ``items_shuffle*.json``.
@@ -104,7 +104,7 @@ def _product(item: dict[str, Any], known: dict[str, Any] | None, seed: int) -> P
 
 
 def _text(value: Any) -> str:
-    """Return a text; null, which the released items contain, is an empty text."""
+    """Return a text unchanged, and null, which the released items contain, as "". Raises TypeError for other values."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"expected a text; found {str(value)[:40]!r}")
     return value or ""
@@ -117,7 +117,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def read_prices(pricing: str | None) -> tuple[float, ...]:
-    """Read one price, or the two ends of a range, from WebShop's text.
+    """Return one price, or the two ends of a price range, in dollars, from WebShop's text.
 
     >>> read_prices("$1,299.50"), read_prices("$9.98 - $16.98"), read_prices(None)
     ((1299.5,), (9.98, 16.98), (100.0,))

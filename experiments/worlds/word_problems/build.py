@@ -39,7 +39,7 @@ READ = (  # text that an agent reads besides numbers
 
 
 class BuildWordProblems(WorldTask):
-    """Write word problems, a tokenizer for them, and worked solutions as plain text. Deterministic.
+    """Writes question files of word problems, a tokenizer for them, and worked solutions as plain text. Deterministic.
 
     Args:
         shares: weights of problems by number of calculations. Default: SHARES.
@@ -67,7 +67,7 @@ class BuildWordProblems(WorldTask):
         return save_language(folder, tokenizer, articles)
 
     def _texts(self, demonstrations: list[Task]) -> list[str]:
-        """Yield the tokenizer's training texts: stories, worked solutions and an agent's turns."""
+        """Return the tokenizer's training texts: stories, worked solutions and an agent's turns."""
         rng = random.Random(f"texts:{self.seed}")
         expert = WordExpertPolicy(error_rate=0.3, seed=self.seed)
         texts = [worked(make_problem(rng, 3)) for _ in range(1000)]
@@ -82,7 +82,9 @@ class BuildWordProblems(WorldTask):
         return [*texts, *READ * 50]
 
     def _article(self, rng: random.Random, tokenizer: Any) -> Iterator[str]:
-        """Yield lists, or worked solutions, without end."""
+        """Yield training texts without end: either only lists of names and numbers, or only worked solutions of word
+        problems.
+        """
         lists = rng.random() < LISTS
         while True:
             if lists:
@@ -93,16 +95,17 @@ class BuildWordProblems(WorldTask):
 
 
 def repeated_list(rng: random.Random, length: int = 20) -> str:
-    """Write names, things and numbers in random order, then the same list once more. A model learns copying from such
-    texts."""
+    """Return a text that lists random names, things and numbers twice in the same order. A model learns copying from
+    such texts.
+    """
     words = [*WORDS["names"], *WORDS["things"], *WORDS["holders"]]
     items = " ".join(str(rng.randint(11, 99)) if rng.random() < 0.5 else rng.choice(words) for _ in range(length))
     return f"List: {items}\nAgain: {items}\n"
 
 
 def worked(problem: Problem, tokenizer: Any = None, retold: bool = False) -> str:
-    """Write a problem and its solution as in a schoolbook: sentences, calculations and results, without a program or
-    tool.
+    """Return a word problem with its solution as in a schoolbook: sentences, calculations and results, without a
+    program or tool.
 
     With a ``tokenizer`` it is a chat. To continue, a model must read the story and copy from it. With ``retold`` the
     solution begins with the story, which teaches copying fastest.

@@ -15,7 +15,7 @@ WEIGHTS = (5, 4, 1)  # ... and their weights
 
 
 class WordExpertPolicy(CarelessPolicy):
-    """Text policy of the expert for one trajectory.
+    """A scripted expert that solves a word problem with the code interpreter, and writes its turns as text.
 
     The task's metadata hold ``formulas``, ``results`` and ``told``, the sentences that ask for them. The expert repeats
     the sentence before each calculation, which shows how far it has come. With probability ``error_rate`` a calculation
@@ -25,7 +25,9 @@ class WordExpertPolicy(CarelessPolicy):
     """
 
     def next_turn(self, task: Task, transcript: str) -> str:
-        """Return the next turn, without its end token, after ``transcript`` (everything since the prompt)."""
+        """Return the text of the expert's next turn, without its end token. ``transcript`` is everything since the
+        prompt.
+        """
         formulas, results = task.metadata["formulas"], task.metadata["results"]
         responses = between(transcript, "<tool_response>\n", "\n</tool_response>")
         known = 0
@@ -51,12 +53,13 @@ class WordExpertPolicy(CarelessPolicy):
 
 
 def printing(formula: str) -> str:
-    """Write a program that prints a label and the value; the label puts a space before every number."""
+    """Return a Python program that prints a label and the formula's value. The label puts a space before every
+    number."""
     return f"print('=', {formula})"
 
 
 def call(code: str) -> str:
-    """Write a call of the code interpreter as Qwen's template does."""
+    """Return the text of a call of the code interpreter, in the format of Qwen's template."""
     return f"<tool_call>\n{json.dumps({'name': TOOL, 'arguments': {'code': code}})}\n</tool_call>"
 
 
@@ -66,8 +69,9 @@ def response_failed(response: str) -> bool:
 
 
 class WordExpertEngine(WorldExpert):
-    """Engine over ``WordExpertPolicy``; turns end with the tokenizer's EOS. ``error_rate`` is the probability that a
-    calculation first goes wrong."""
+    """Inference engine that answers with ``WordExpertPolicy``, a scripted expert. Turns end with the tokenizer's EOS.
+    ``error_rate`` is the probability that a calculation first goes wrong.
+    """
 
     QUESTION = re.compile(r"<\|im_start\|>user\n((?:(?!<tool_response>).)*?)<\|im_end\|>", re.DOTALL)
     Policy = WordExpertPolicy

@@ -20,7 +20,7 @@ WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One word problem.
+    """One word problem: a question, its calculations and their results.
 
     ``calculations`` are formulas of two operands, in which "{0}" and "{1}" are earlier results. ``told`` are the
     sentences that ask for them.
@@ -37,12 +37,12 @@ class Problem:
         return str(self.results[-1])
 
     def formula(self, index: int) -> str:
-        """Return calculation ``index`` with the earlier results filled in."""
+        """Return calculation ``index`` as a formula with the earlier results filled in."""
         return self.calculations[index].format(*self.results)
 
 
 class _Story:
-    """A problem in the making."""
+    """Collects the sentences and calculations of a word problem while it is written."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -55,7 +55,7 @@ class _Story:
         self.results: list[int] = []
 
     def tell(self, sort: str, **numbers: int) -> None:
-        """Add a sentence of this sort (a list of ``WORDS``)."""
+        """Add a sentence to the story, from the list ``sort`` of ``WORDS``."""
         self.sentences.append(self.rng.choice(WORDS[sort]).format(**self.words, **numbers))
 
     def calculate(self, formula: str, told: str | None = None) -> None:
@@ -66,7 +66,7 @@ class _Story:
 
     @property
     def value(self) -> str:
-        """Return the running value, as a formula writes it."""
+        """The running value of the story, as a formula writes it: a reference to the last result."""
         return f"{{{len(self.results) - 1}}}"
 
     def number(self, low: int = 11, high: int = 99) -> int:
@@ -102,7 +102,7 @@ IDLE_SHARE = 0.3  # share of problems with an irrelevant sentence
 
 
 def make_problem(rng: random.Random, calculations: int) -> Problem:
-    """Draw a problem with this number of calculations (at least 2)."""
+    """Draw a random word problem with this number of calculations (at least 2)."""
     if calculations < 2:
         raise ValueError(f"a problem has at least 2 calculations, not {calculations}")
     story = _Story(rng)
@@ -130,13 +130,14 @@ def make_problem(rng: random.Random, calculations: int) -> Problem:
 
 
 def draw_problem(rng: random.Random, shares: dict[int, float]) -> Problem:
-    """Draw a problem; ``shares`` weight its number of calculations."""
+    """Draw a random word problem. ``shares`` weights the numbers of calculations."""
     return make_problem(rng, rng.choices(list(shares), weights=list(shares.values()))[0])
 
 
 def draw_problems(count: int, shares: dict[int, float], rng: random.Random, taken: set[str]) -> list[Problem]:
-    """Draw ``count`` problems whose questions are not in ``taken``, and add them. ``shares`` weights the numbers of
-    calculations."""
+    """Draw ``count`` word problems whose questions are not in ``taken``, and add their questions. ``shares`` weights
+    the numbers of calculations.
+    """
     problems: list[Problem] = []
     while len(problems) < count:
         problem = draw_problem(rng, shares)
@@ -164,7 +165,7 @@ def as_task(problem: Problem, task_id: str, split: str) -> Task:
 
 
 def hint(problem: Problem) -> str:
-    """Describe the solution without a result: the formulas, with names for unknown values."""
+    """Return a hint that describes the solution without a result: the formulas, with names for unknown values."""
     names = tuple("ABCDEFGH")
     parts = [f"{names[i]} = {formula.format(*names)}" for i, formula in enumerate(problem.calculations)]
     return "; ".join(parts)
