@@ -24,7 +24,8 @@ def trajectories_of(outputs: Any, hook: str) -> list[Trajectory]:
 
 
 def prompt_mode_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
-    """Return the prompt mode of one evaluation dataloader, from ``datamodule.prompt_modes(split)``.
+    """Return the prompt mode (normal search loop or a diagnostic prompt) of an evaluation dataloader, from
+    ``datamodule.prompt_modes(split)``.
 
     Raises:
         ValueError: several dataloaders, but the data module does not name them.
@@ -45,16 +46,18 @@ def prompt_mode_of(trainer: L.Trainer, split: str, dataloader_idx: int) -> str:
 
 
 class EvaluationHooks(L.Callback):
-    """Passes every trajectory of an evaluation to ``take``; ``split`` is "val" or "test"."""
+    """Base class of callbacks that read every trajectory of a validation or test. ``split`` is "val" or "test"."""
 
     def begin(self, split: str) -> None:
-        """Called before the first batch."""
+        """Prepare for a validation or test; called before its first batch."""
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
-        """Called with each batch of this rank; ``prompt_mode`` is ``AGENT`` for the normal search loop."""
+        """Process the trajectories of one batch of this rank. ``prompt_mode`` is ``AGENT`` for the normal search
+        loop."""
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
-        """Called after the last batch, on every rank, also in Lightning's sanity check."""
+        """Complete a validation or test; called after its last batch, on every rank, also in Lightning's sanity
+        check."""
 
     def _take(self, trainer: L.Trainer, split: str, outputs: Any, dataloader_idx: int) -> None:
         prompt_mode = prompt_mode_of(trainer, split, dataloader_idx)

@@ -25,7 +25,8 @@ FAILURE_MARKERS = ("error when executing tool", "traceback", "execution timed ou
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One evaluated trajectory. The fields are the columns of ``evaluation/<split>.parquet``."""
+    """Scores, counts and outcome of one evaluated trajectory. The fields are the columns of
+    ``evaluation/<split>.parquet``."""
 
     id: str
     data_source: str
@@ -66,19 +67,19 @@ class EvaluationRow:
 
     @property
     def verdict(self) -> float | None:
-        """Correctness of the answer by the reward: its part ``acc`` (correctness without shaping), else mathematical
-        equality, else the environment's ``success``, or None if the reward has none of these parts."""
+        """Correctness of the answer according to the reward, or None if the reward does not say. It is the part ``acc``
+        (correctness without shaping), else mathematical equality, else the environment's ``success``."""
         return self.reward_parts.get("acc", self.reward_parts.get("math", self.reward_parts.get("success")))
 
     @property
     def accuracy(self) -> float | None:
-        """Correctness of the answer by the judge (None if the judge failed), without a judge by ``verdict``, without a
-        verdict by exact match."""
+        """Correctness of the answer by the best available source: the judge, else the reward (``verdict``), else exact
+        match. None if the judge failed."""
         return self._right(self.em)
 
     @property
     def soft_accuracy(self) -> float | None:
-        """``accuracy`` with F1 in place of exact match."""
+        """Correctness of the answer like ``accuracy``, but with F1 in place of exact match."""
         return self._right(self.f1)
 
     def _right(self, otherwise: float) -> float | None:
@@ -101,35 +102,38 @@ def contains_answer(document: Document, golden_answers: Sequence[str]) -> bool:
 
 
 def executed_searches(trajectory: Trajectory) -> tuple[ToolCall, ...]:
-    """Return the executed searches in order, without refused, invalid and failed ones."""
+    """Return the search calls that were executed, in order, without refused, invalid and failed ones."""
     return tuple(call for call in trajectory.executed_calls if call.request.name == SEARCH_TOOL)
 
 
 def search_hits(trajectory: Trajectory) -> tuple[float, float]:
-    """Return (hit of the first search, hit of any search) as 1.0 or 0.0; (0.0, 0.0) without a search."""
+    """Return whether the first search, and whether any search, found a gold answer, as two floats 1.0 or 0.0. Both are
+    0.0 without a search."""
     golds = trajectory.task.golden_answers
     hits = [any(contains_answer(d, golds) for d in call.result.documents) for call in executed_searches(trajectory)]
     return (float(hits[0]), float(any(hits))) if hits else (0.0, 0.0)
 
 
 def raw_hit(trajectory: Trajectory) -> float:
-    """Return whether any gold answer is a raw substring of a search result: "art" is found in "party", "mira" is not
-    found in "Mira". DGPO's released validation does the same (main_ppo.py, info_contains_answer), on the cut text that
-    the model saw."""
+    """Return 1.0 if any gold answer is a raw substring of a search result, else 0.0. "art" is found in "party", "mira"
+    is not found in "Mira". DGPO's released validation does the same (main_ppo.py, info_contains_answer), on the cut
+    text that the model saw."""
     texts = [call.result.text for call in executed_searches(trajectory)]
     return float(any(gold in text for gold in trajectory.task.golden_answers if gold for text in texts))
 
 
 def valid_action_counts(trajectory: Trajectory) -> tuple[int, int]:
-    """Return (valid turns, all turns); the protocol can read the action of a valid turn."""
+    """Return how many turns of the trajectory are valid, and how many it has. The protocol can read the action of a
+    valid turn."""
     valid = sum(t.action.kind is not ActionKind.INVALID and t.action.well_formed for t in trajectory.turns)
     return valid, len(trajectory.turns)
 
 
 def malformed_calls(trajectory: Trajectory) -> int:
-    """Count the turns that the model ended itself and the protocol could not read: failed attempts at a call.
+    """Count the turns that the model ended itself but the protocol could not read: failed attempts at a tool call.
 
-    A turn that a token limit cut does not count, because a call might have followed."""
+    A turn that a token limit cut does not count, because a call might have followed.
+    """
     last = len(trajectory.turns) - 1 if trajectory.stop_reason is StopReason.LENGTH else None
     return sum(
         turn.action.kind is ActionKind.INVALID and turn.action.ended and turn.finish_reason != "length" and i != last
@@ -188,8 +192,8 @@ SCHEMA = {
 
 
 def record_of(row: EvaluationRow, tools: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
-    """Return a row as a record of the file, with columns ``calls/<tool>`` (0 without a call), ``reward/<part>`` (null
-    without the part) and ``accuracy``."""
+    """Convert an evaluation row to a record (dict) of the parquet file. It has columns ``calls/<tool>`` (0 without a
+    call), ``reward/<part>`` (null without the part) and ``accuracy``."""
     record: dict[str, Any] = {**asdict(row), "accuracy": row.accuracy}
     calls, reward_parts = record.pop("calls"), record.pop("reward_parts")
     record |= {f"calls/{tool}": calls.get(tool, 0) for tool in tools}
@@ -197,7 +201,8 @@ def record_of(row: EvaluationRow, tools: Sequence[str], parts: Sequence[str]) ->
 
 
 def save_rows(path: Path, rows: Sequence[EvaluationRow]) -> None:
-    """Write rows as parquet. Files of earlier versions lack the columns from ``attempt`` on."""
+    """Write evaluation rows to a parquet file at ``path``. Files of earlier versions lack the columns from ``attempt``
+    on."""
     tools = sorted({tool for row in rows for tool in row.calls})
     parts = sorted({part for row in rows for part in row.reward_parts})
     schema = SCHEMA | {f"calls/{tool}": pl.Int64 for tool in tools} | {f"reward/{part}": pl.Float64 for part in parts}

@@ -14,7 +14,8 @@ def stage_dir(trainer: L.Trainer) -> Path:
 
 
 def data_module(trainer: L.Trainer) -> Any:
-    """Return the run's data module, or None if loaders were given. Lightning does not declare the attribute."""
+    """Return the trainer's data module, or None if it was given dataloaders instead. Lightning does not declare the
+    attribute."""
     return getattr(trainer, "datamodule", None)
 
 
@@ -24,7 +25,8 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def settle_parameters(trainer: L.Trainer) -> None:
-    """Wait for parameters that ZeRO-3 is still prefetching, before a rank gathers them; does nothing without ZeRO-3.
+    """Wait until ZeRO-3 has finished prefetching parameters, so that a rank can gather them. Does nothing without
+    ZeRO-3.
 
     DeepSpeed prefetches in the order of modules that it recorded. A step that runs fewer modules (such as an evaluation
     step without a forward pass) leaves prefetched parameters in flight, and gathering those fails ("Cannot partition a
@@ -51,7 +53,8 @@ def policy_source(module: object) -> str:
 
 
 def is_better(value: float, best: float | None, mode: str) -> bool:
-    """Return whether ``value`` is strictly better than ``best`` (None: nothing yet). NaN never is."""
+    """Return whether ``value`` is strictly better than ``best`` (None: no value yet) in ``mode`` "max" or "min". NaN
+    never is."""
     if value != value:
         return False
     return best is None or (value > best if mode == "max" else value < best)

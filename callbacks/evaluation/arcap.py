@@ -31,7 +31,8 @@ COMPONENTS: dict[str, tuple[PromptMode, Callable[[EvaluationRow], float]]] = {
 
 
 def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return ARCap's components as ``arcap/<component>`` over all rows and ``arcap/<component>/<data source>``.
+    """Return ARCap's metrics, which tell what a search agent cannot do: search, read its sources, or think. They are
+    named ``arcap/<component>`` over all rows and ``arcap/<component>/<data source>``.
 
     - source_referencing ``= mean EM(answer | question, gold passages, prompt without thinking)``
     - thinking           ``= mean EM(answer | question, gold passages in one <information> block, thinking allowed)``
@@ -57,7 +58,8 @@ def arcap(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str
 
 
 class ARCap(RowCollector):
-    """Logs ``arcap`` of every validation and test and adds it to the stage's evaluation.json."""
+    """Logs the ARCap metrics (which ability a search agent lacks) after every validation and test. Also adds them to
+    the stage's evaluation.json."""
 
     def __init__(self, resamples: PositiveInt = 10_000) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ Values = dict[str, float]  # question id -> number
 
 
 def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Group rows by question, in order of first appearance, each group sorted by attempt."""
+    """Group evaluation rows by question id. Questions keep the order of first appearance; the rows of each are sorted
+    by attempt."""
     questions: dict[str, list[EvaluationRow]] = {}
     for row in rows:
         questions.setdefault(row.id, []).append(row)
@@ -40,7 +41,7 @@ def attempts_of(rows: Iterable[EvaluationRow]) -> dict[str, list[EvaluationRow]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The judged attempts at one question, in order. Answers are stripped; "" means no answer."""
+    """The judged attempts at one question, in order. Answers are stripped; "" means that an attempt has no answer."""
 
     id: str
     data_source: str
@@ -53,8 +54,8 @@ class Question:
 
 
 def questions_of(records: Iterable[Sequence[Any]]) -> list[Question]:
-    """Return questions in order of first appearance. ``records`` has the ``FIELDS`` of each row; rows without accuracy
-    are left out."""
+    """Build a ``Question`` for each question id in the evaluation records, in order of first appearance. ``records``
+    has the ``FIELDS`` of each row; attempts without accuracy are left out."""
     found: dict[str, list[Sequence[Any]]] = {}
     for record in records:
         if record[4] is not None:
@@ -70,7 +71,8 @@ def _attempt(record: Sequence[Any]) -> int:
 
 
 def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return the metrics over several attempts; the largest k is the largest number of judged attempts at a question.
+    """Return the metrics over several attempts at each question, by name: average@k, pass@k, maj@k and their bootstrap
+    forms. The largest k is the largest number of judged attempts at a question.
 
     - ``average/<k>``: share of right attempts, mean over all questions, at the largest k;
     - ``average_of_sets/<k>``: mean over data sources of their averages, as in SOD's tables (average@32), with several
@@ -105,22 +107,23 @@ def sampling_metrics(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) 
 
 
 def metric_values(name: str, questions: Sequence[Question]) -> Values:
-    """Return every question's value of one metric, named as in ``sampling_metrics``; a name with a data source covers
-    that source only."""
+    """Return every question's value of one metric, as {question id: value}. A metric is named as in
+    ``sampling_metrics``; a name with a data source covers that source only."""
     family, size, *sources = name.split("/", 2)
     part = [question for question in questions if not sources or question.data_source == sources[0]]
     return question_values("average" if family == OF_SETS else family, part, [int(size)])[int(size)]
 
 
 def by_source(questions: Sequence[Question]) -> dict[str, list[Question]]:
-    """Group questions by data source, sorted by name; empty if there is only one source."""
+    """Group questions by data source, sorted by the source's name. The result is empty if there is only one source."""
     sources = sorted({question.data_source for question in questions})
     parts = {source: [q for q in questions if q.data_source == source] for source in sources}
     return parts if len(parts) > 1 else {}
 
 
 def mean_of_sets(values: Mapping[str, float], questions: Sequence[Question], *, resamples: int = 10_000) -> Interval:
-    """Return the mean over data sources of their questions' mean value; questions without a value are left out."""
+    """Average the questions' values within each data source, then average these means, with a bootstrap interval.
+    Questions without a value are left out."""
     sets: dict[str, list[float]] = {}
     for question in questions:
         if question.id in values:
@@ -129,7 +132,7 @@ def mean_of_sets(values: Mapping[str, float], questions: Sequence[Question], *, 
 
 
 def sizes_of(family: str, largest: int) -> list[int]:
-    """Return the k of a family's metrics, ascending."""
+    """Return the k for which a family of metrics (average@k, pass@k, maj@k) is computed, ascending."""
     powers = [2**i for i in range(largest.bit_length())]
     if family.endswith("_bootstrap"):
         return powers[1:]
@@ -139,7 +142,8 @@ def sizes_of(family: str, largest: int) -> list[int]:
 
 
 def question_values(family: str, questions: Sequence[Question], sizes: Sequence[int]) -> dict[int, Values]:
-    """Return every question's value by k. Votes skip questions whose answers are programs."""
+    """Return the values of one family of metrics (such as pass@k) as {k: {question id: value}}. Majority votes skip
+    questions whose answers are programs."""
     if family.startswith("maj"):
         questions = [question for question in questions if question.ability != PROGRAMS]
         if not any(answer for question in questions for answer, _ in question.votes):
@@ -154,8 +158,8 @@ def question_values(family: str, questions: Sequence[Question], sizes: Sequence[
 
 
 def united(votes: Sequence[Vote]) -> list[Vote]:
-    """Give equal answers the spelling of the first one, so that majority votes count them together. All right answers
-    are equal, and numbers are compared by value. Other equalities would need the task's judge for each pair.
+    """Rewrite equal answers with the spelling of the first one, so that majority votes count them together. All right
+    answers are equal, and numbers are compared by value. Other equalities would need the task's judge for each pair.
 
     >>> united([("33", 0.0), ("033", 0.0), ("1/2", 1.0), ("0.5", 1.0)])
     [('33', 0.0), ('33', 0.0), ('1/2', 1.0), ('1/2', 1.0)]
@@ -169,12 +173,13 @@ def united(votes: Sequence[Vote]) -> list[Vote]:
 
 
 def majority(votes: Sequence[Vote], sizes: Sequence[int]) -> dict[int, float]:
-    """Return by k the expected correctness of the most frequent answer among k votes drawn without replacement.
+    """Return the expected correctness of the most frequent answer among k attempts, for each k in ``sizes``. The k
+    attempts are chosen without replacement.
 
-    "" abstains: it takes a place in the draw and never wins; a draw of abstentions is wrong. Ties are broken uniformly.
-    The correctness of an answer is the mean over its attempts. The computation is exact: for each answer and each
-    number t of its votes, it counts the draws in which no other answer gets more than t votes, by the number of ties at
-    t. Cost: about n^2 small array operations per question. Counts are float64, which suffices up to n = 1000.
+    "" abstains: it counts as one of the k and never wins; if all k abstain, the result is wrong. Ties are broken
+    uniformly. The correctness of an answer is the mean over its attempts. The computation is exact: for each answer and
+    each number t of its votes, it counts the choices in which no other answer gets more than t votes, by the number of
+    ties at t. Cost: about n^2 small array operations per question. Counts are float64, which suffices up to n = 1000.
 
     >>> majority([("4", 1.0), ("4", 1.0), ("5", 0.0), ("", 0.0)], [1, 4])
     {1: 0.5, 4: 1.0}
@@ -199,8 +204,8 @@ def majority(votes: Sequence[Vote], sizes: Sequence[int]) -> dict[int, float]:
 
 
 def _ways(others: Sequence[int], abstained: int, t: int, n: int) -> np.ndarray:
-    """Count [D, S] the ways to draw d votes of other answers and abstentions with no answer drawn more than t times and
-    s answers exactly t times. D = n + 1, S = number of answers with t votes + 1."""
+    """Count the ways to choose d votes from the other answers and abstentions, with no answer chosen more than t times
+    and s answers exactly t times. Returns a table [D, S] with D = n + 1 and S = number of answers with t votes + 1."""
     ways = np.zeros((n + 1, sum(c >= t for c in others) + 1))
     ways[: abstained + 1, 0] = [math.comb(abstained, x) for x in range(abstained + 1)]
     for count in others:
@@ -214,18 +219,21 @@ def _ways(others: Sequence[int], abstained: int, t: int, n: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _draws(n: int, k: int) -> np.ndarray:
-    """Draw [1000, k] indices below n with replacement; the released code seeds numpy with 42 at every call."""
+    """Return 1000 samples of ``k`` indices below ``n``, with replacement, shape [1000, k]. The released code seeds
+    numpy with 42 at every call."""
     return np.random.RandomState(DRAW_SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
 def best_bootstrap(right: Sequence[float], k: int) -> float:
-    """Return the mean over 1000 draws of k attempts, with replacement, of the best one (released ``best@k/mean``)."""
+    """Return the bootstrap estimate of best@k: the mean of the best of k attempts over 1000 samples with replacement
+    (released ``best@k/mean``)."""
     return float(np.asarray(right)[_draws(len(right), k)].max(axis=1).mean())
 
 
 def maj_bootstrap(votes: Sequence[Vote], k: int) -> float:
-    """Return the mean correctness of the most frequent of k votes over 1000 draws with replacement, as released
-    (``maj@k/mean``): "" is an ordinary answer, ties go to the first drawn, whose first vote gives the correctness."""
+    """Return the bootstrap estimate of maj@k: the mean correctness of the most frequent of k answers over 1000 samples
+    with replacement (released ``maj@k/mean``). "" is an ordinary answer. Ties go to the answer sampled first, whose
+    first vote gives the correctness."""
     correct = np.asarray([value for _, value in votes])
     codes = np.unique([answer for answer, _ in votes], return_inverse=True)[1]
     drawn_DK = _draws(len(votes), k)

@@ -13,14 +13,16 @@ from rollout.trajectory import Task, Trajectory
 
 
 class RowCollector(EvaluationHooks):
-    """Collects the rows of one evaluation over all dataloaders and ranks, then calls ``report`` once on every rank."""
+    """Collects the evaluation rows (one per trajectory) of all dataloaders and ranks, then calls ``report`` once on
+    every rank."""
 
     def __init__(self) -> None:
         self._rows: list[EvaluationRow] = []
         self._tasks: dict[str, Task] = {}  # by id, of those rows
 
     def complete(self, split: str, rows: list[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
-        """Complete this rank's rows of the evaluation before they are gathered; the default returns them unchanged."""
+        """Return this rank's evaluation rows, completed (for example by a judge), before all ranks' rows are gathered.
+        The default returns them unchanged."""
         return rows
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, rows: list[EvaluationRow]) -> None:

@@ -31,8 +31,8 @@ Prefix = tuple[Trajectory, int]  # a trajectory, and the turn to sample again
 
 
 def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory) -> dict[str, list[Prefix]]:
-    """Return all prefixes that end before a later turn: clean if none of their turns is wrong (``is_wrong``), else
-    drifted."""
+    """Return all prefixes of saved trajectories that end before a later turn. They are "clean" if none of their turns
+    is wrong (``is_wrong``), else "drifted"."""
     found: dict[str, list[Prefix]] = {CLEAN: [], DRIFTED: []}
     for trajectory in trajectories:
         outcomes = [outcome_of(trajectory, turn) for turn in range(len(trajectory.turns))]
@@ -45,7 +45,7 @@ def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory
 
 
 def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
-    """Choose at most ``count`` prefixes in a pseudo-random order that depends only on their names."""
+    """Choose at most ``count`` prefixes of trajectories in a pseudo-random order that depends only on their names."""
 
     def key(prefix: Prefix) -> bytes:
         trajectory, turn = prefix
@@ -55,10 +55,12 @@ def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
 
 
 class Continuations(EvaluationHooks):
-    """Lets the tested model continue prefixes of saved trajectories after the test, once each.
+    """After the test, lets the tested model continue prefixes of saved trajectories, once each, and measures its
+    success.
 
-    Adds the share of right ends to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each ``/<k>``,
-    where the model takes over at turn k. Sampling and judgement are those of the test (``EvaluationRow.accuracy``).
+    Adds the share of correct outcomes to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each
+    ``/<k>``, where the model takes over at turn k. Sampling and judgement are those of the test
+    (``EvaluationRow.accuracy``).
 
     Args:
         trajectories: file or folder of ``rollout.storage``, sampled by a policy with the same tokenizer.
@@ -92,7 +94,8 @@ class Continuations(EvaluationHooks):
 
 
 def check_continues(data: Any, callback: str) -> None:
-    """Refuse data without a rollout system, and protocols whose trajectories cannot be continued."""
+    """Raise ValueError if the data module cannot continue trajectories: it has no rollout system, or its protocol does
+    not allow it."""
     rollouts = getattr(data, "rollouts", None)
     if rollouts is None:
         raise ValueError(f"{callback} goes on with other trajectories, which takes a rollout system; found none")
@@ -101,8 +104,8 @@ def check_continues(data: Any, callback: str) -> None:
 
 
 def continued(data: Any, chosen: Sequence[Prefix]) -> list[tuple[Prefix, float]]:
-    """Roll out the rest of each trajectory after its prefix. Return each prefix with 1.0 if the outcome is correct,
-    else 0.0, without infrastructure failures."""
+    """Sample the rest of each trajectory after its prefix, and judge the outcome. Return each prefix with 1.0 (correct)
+    or 0.0. Infrastructure failures are left out."""
     tasks, starts = [], {}
     for trajectory, turn in chosen:
         name = f"{trajectory.task.id} {trajectory.index} {turn}"

@@ -31,16 +31,18 @@ class AnswersProtocol(Protocol):
     """Reads and scores answers as a released evaluation does. Annotated with Any: see ``judging.JudgeProtocol``."""
 
     def score(self, trajectory: Any) -> Any:
-        """Return (answer or None, scores) of a ``Trajectory``. The scores are em, f1 and, for formulas, math."""
+        """Return the answer of a ``Trajectory`` (None without one) and its scores: em, f1 and, for formulas, math."""
         ...
 
 
 def log_metrics(
     module: L.LightningModule, split: str, metrics: Mapping[str, Interval], *, intervals: Iterable[str] = ()
 ) -> None:
-    """Log the means as ``<split>/<name>``, and for the names in ``intervals`` also ``_low``, ``_high`` and ``_n``.
+    """Log the mean of each metric as ``<split>/<name>``. Metrics named in ``intervals`` are also logged as ``_low``,
+    ``_high`` and ``_n``.
 
-    Metrics without an observation are not logged. All ranks hold the same values: ``sync_dist`` changes nothing."""
+    Metrics without an observation are not logged. All ranks hold the same values: ``sync_dist`` changes nothing.
+    """
     logged: dict[str, float] = {}
     for name, metric in metrics.items():
         if metric.n == 0:
@@ -58,7 +60,7 @@ def log_metrics(
 def update_evaluation_file(
     path: Path, split: str, metrics: Mapping[str, Interval], owned: Callable[[str], bool], header: Mapping[str, Any]
 ) -> None:
-    """Update ``evaluation.json``: replace the metrics that the caller owns, and keep all other metrics."""
+    """Update the stage's ``evaluation.json``: replace the metrics that the caller owns, and keep all other metrics."""
     content = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: value for name, value in content.get(split, {}).items() if not owned(name)}
     content[split] = kept | {name: metric.as_json() for name, metric in metrics.items()}
@@ -69,8 +71,8 @@ def update_evaluation_file(
 def add_metrics(
     trainer: L.Trainer, module: L.LightningModule, split: str, metrics: Mapping[str, Interval], prefix: str
 ) -> None:
-    """Log a callback's metrics and write them into ``evaluation.json``. They replace the metrics with the same
-    prefix."""
+    """Log a callback's metrics and write them into ``evaluation.json``. They replace the metrics whose names begin with
+    ``prefix``."""
     assert prefix in OTHERS, f"{prefix} is not among OTHERS: Evaluation would take these metrics for its own"
     log_metrics(module, split, metrics)
     if trainer.is_global_zero:
@@ -79,7 +81,7 @@ def add_metrics(
 
 
 class Evaluation(RowCollector):
-    """Scores every validation and test; see ``summarize`` for the metrics.
+    """Scores every validation and test, logs the metrics (``summarize``) and writes them to the stage's output folder.
 
     Writes, in the stage folder, ``evaluation.json`` (metrics with n and 95 % bootstrap interval under "val" and
     "test", and seconds, commit, command) and ``evaluation/<split>.parquet`` (one row per question and prompt mode).
@@ -109,7 +111,7 @@ class Evaluation(RowCollector):
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of this stage so far, including earlier parts of a resumed run."""
+        """Wall-clock seconds of this stage so far, including the earlier parts of a resumed run."""
         return self._earlier_seconds + (time.monotonic() - self._started if self._started is not None else 0.0)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

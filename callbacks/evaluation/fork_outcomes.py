@@ -22,14 +22,15 @@ PREFIX = "forks/"  # of these metrics in evaluation.json
 
 
 def rise(trajectory: Trajectory, turn: int) -> float | None:
-    """Return ARPO's dH before a turn, in nats: entropy of the turn's first tokens minus that of the first turn. Returns
-    None if one of the two was not recorded (``RolloutSystem(entropy_tokens=...)``)."""
+    """Return ARPO's dH of a turn, in nats: the entropy of its first tokens minus that of the trajectory's first turn.
+    Returns None if one of the two was not recorded (``RolloutSystem(entropy_tokens=...)``)."""
     first, after = trajectory.turns[0].entropy, trajectory.turns[turn].entropy
     return None if first is None or after is None else after - first
 
 
 class ForkOutcomes(EvaluationHooks):
-    """After the test, samples ``forks`` continuations after tool results in the model's own trajectories.
+    """After the test, continues the model's own trajectories several times from their tool results, to measure how open
+    the outcome is.
 
     Adds to ``evaluation.json``, over the n tool results:
 
@@ -76,8 +77,8 @@ class ForkOutcomes(EvaluationHooks):
 
 
 def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:
-    """Return the metrics of tool results, each given as (entropy change dH, share of correct continuations). Empty
-    without results."""
+    """Compute the metrics of ``ForkOutcomes`` from pairs (entropy change dH, share of correct continuations), one for
+    each tool result. Empty without results."""
     if not results:
         return {}
     change, share = np.array(results, dtype=float).T

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class JudgeProtocol(Protocol):
-    """The judge that an evaluation calls (rollout.rewards.judge has one).
+    """The interface of the LLM judge that an evaluation calls (rollout.rewards.judge has one).
 
     ``judge_all`` takes a ``Sequence[tuple[str, Sequence[str], str]]`` of (question, gold answers, answer) and returns
     one verdict per item, with ``correct`` (None: the judge failed) and ``error``, the reason of a failure. It is
@@ -28,7 +28,7 @@ class JudgeProtocol(Protocol):
 
 
 def judge_rows(judge: JudgeProtocol, rows: Sequence[EvaluationRow], tasks: Mapping[str, Task]) -> list[EvaluationRow]:
-    """Return the rows, in order, with the judge's verdicts in ``judged``.
+    """Judge the answers with an LLM, and return the evaluation rows, in order, with the verdicts in ``judged``.
 
     An answer is right if the reward says so (``row.verdict``: mathematical equality, tests passed) or the judge does
     (docs/papers/arpo.md section 7, llm_equal). Answers that the reward calls right and missing answers are not sent to

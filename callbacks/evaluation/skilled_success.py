@@ -23,8 +23,9 @@ METRIC = "with_skills"
 
 
 class SkilledSuccess(EvaluationHooks):
-    """Rolls out the tasks of each validation and test once more with skills in the prompt, and logs the share that
-    ended right (``EvaluationRow.accuracy``) as ``with_skills``, also in ``evaluation.json``.
+    """Repeats the tasks of each validation and test with skills (advice texts) in the prompt, and logs the success
+    rate. The rate (share of right outcomes, ``EvaluationRow.accuracy``) is named ``with_skills``, also in
+    ``evaluation.json``.
 
     If SDAR's self-teacher uses the current weights, this is the teacher's success. A policy that has unlearned to read
     its skills shows here, not in its loss.
@@ -48,7 +49,8 @@ class SkilledSuccess(EvaluationHooks):
         self.accept_data(data_module(trainer))
 
     def accept_data(self, data: Any) -> None:
-        """Refuse skills that do not fit; the data module calls this before a model loads."""
+        """Refuse a data module without a rollout system, and skills (advice texts) that do not fit its tokenizer. The
+        data module calls this before a model loads."""
         if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 "SkilledSuccess puts tasks to the model once more, which takes a rollout system; found none"

@@ -48,16 +48,16 @@ def _as_sample(values: Sequence[float] | np.ndarray, name: str) -> np.ndarray:
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the middle 95 % of resampled values."""
+    """Return the lower and upper end of the middle 95 % of resampled values."""
     low, high = np.quantile(values, [(1 - LEVEL) / 2, 1 - (1 - LEVEL) / 2])
     return float(low), float(high)
 
 
 def bootstrap_means(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """Return means of ``resamples`` samples drawn with replacement, shape [resamples].
+    """Return the means of ``resamples`` bootstrap samples (values chosen with replacement), shape [resamples].
 
-    For a sample with two distinct values (EM, hits) the number of draws of the larger one is binomial, which is
-    the same distribution at a thousandth of the cost.
+    For a sample with two distinct values (EM, hits) the number of times that the larger one is chosen is binomial,
+    which is the same distribution at a thousandth of the cost.
     """
     sample = _as_sample(values, "bootstrap")
     if sample.size == 0:
@@ -79,7 +79,8 @@ def bootstrap_means(values: Sequence[float] | np.ndarray, *, resamples: int = RE
 
 
 def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Return the percentile bootstrap of the mean. Seeded: the same values give the same interval.
+    """Return the mean of the values with its 95 % percentile bootstrap interval. Seeded: the same values give the same
+    interval.
 
     A sample whose values are all equal (EM 0 everywhere) has an interval of width zero; that is a property of the
     bootstrap, not certainty about the population.
@@ -92,8 +93,8 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int =
 
 
 def bootstrap_strata(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Return the percentile bootstrap of the mean of the strata's means; resamples draw within each stratum. n counts
-    all values.
+    """Return the mean of the strata's means with its 95 % bootstrap interval, resampling within each stratum (such as a
+    data source). n counts all values.
 
     Raises:
         ValueError: no strata, or an empty one.
@@ -112,7 +113,7 @@ def bootstrap_function(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Return the percentile bootstrap of a function of several means over the same questions, such as a ratio of sums.
+    """Return a function of several means, such as a ratio of sums, with its 95 % bootstrap interval over questions.
 
     Args:
         columns: one sequence per measure, each with one value per question, in the same order.
@@ -146,8 +147,8 @@ def bootstrap_function(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that at least one of ``k`` of ``n`` attempts is right, if ``c`` of the ``n`` are:
-    ``1 - C(n - c, k) / C(n, k)``, unbiased for pass@k (arXiv 2107.03374, eq. 1). As a product, so that nothing
+    """Return pass@k: the probability that at least one of ``k`` of ``n`` attempts is right, if ``c`` of the ``n`` are.
+    The formula is ``1 - C(n - c, k) / C(n, k)``, unbiased (arXiv 2107.03374, eq. 1), as a product, so that nothing
     overflows: ``1 - prod_{i = n - c + 1 .. n} (1 - k / i)``.
 
     Raises:
@@ -168,9 +169,10 @@ def bootstrap_seeds(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Return the hierarchical percentile bootstrap of a function of several means over seeds and questions.
+    """Return a function of several means with its 95 % bootstrap interval, which resamples both training seeds and
+    questions.
 
-    Each resample draws seeds, then questions, the same ones for every seed drawn. n counts questions. With few seeds
+    Each resample chooses seeds, then questions, the same ones for every chosen seed. n counts questions. With few seeds
     the interval is too narrow: with S seeds it contains (S - 1) / S of the variance between seeds.
 
     Args:
@@ -194,7 +196,7 @@ def paired_bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PairedDifference:
-    """Return the bootstrap of the difference of two methods on the same questions.
+    """Return the mean difference of two methods on the same questions, with its 95 % bootstrap interval and p-value.
 
     ``a`` and ``b`` have one value per question, or are tables [seeds, questions]. Resamples and ``same_seeds`` are
     those of ``bootstrap_seeds``.
@@ -219,7 +221,8 @@ def _seed_resamples(
     resamples: int,
     seed: int,
 ) -> tuple[float, np.ndarray, int]:
-    """Return the function's value, its values over the resamples [R], and the number of questions."""
+    """Evaluate a function of means on bootstrap resamples of seeds and questions. Returns its value on the sample, its
+    values over the resamples [R], and the number of questions."""
     tables = [np.asarray(table, dtype=np.float64) for table in measures]
     shapes = [table.shape for table in tables]
     if len({shape[1:] for shape in shapes}) > 1 or (same_seeds and len({len(table) for table in tables}) > 1):
@@ -248,7 +251,8 @@ def _seed_resamples(
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Correct p-values for their number by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+    """Return the p-values of several tests, corrected for their number by Holm's method (Scandinavian Journal of
+    Statistics 6, 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]

@@ -32,23 +32,25 @@ SIGMA = 0.1  # calls; of tool_productivity
 
 
 def by_source(rows: Sequence[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Group rows by data source, sorted by name."""
+    """Group evaluation rows by data source, sorted by the source's name."""
     sources = sorted({row.data_source for row in rows})
     return {source: [row for row in rows if row.data_source == source] for source in sources}
 
 
 def per_question(rows: Iterable[EvaluationRow], value: Value) -> list[float]:
-    """Return the mean over attempts of each question. Rows without a value are left out.
+    """Return one number per question: the mean of ``value(row)`` over its attempts. Rows without a value are left out.
 
-    Intervals resample these numbers, because attempts at one question are not independent."""
+    Intervals resample these numbers, because attempts at one question are not independent.
+    """
     found = [[value(row) for row in attempts] for attempts in attempts_of(rows).values()]
     known = [[float(v) for v in values if v is not None] for values in found]
     return [float(np.mean(values)) for values in known if values]
 
 
 def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return the metrics of the normal search loop, without infrastructure failures (their share is
-    ``infrastructure_failures``). With several attempts per question, each question counts with its mean.
+    """Return the metrics of an evaluation with bootstrap intervals, computed from the rows of the normal search loop.
+    Infrastructure failures are left out (their share is ``infrastructure_failures``). With several attempts per
+    question, each question counts with its mean.
 
     Scores: ``em``, ``f1`` and ``acc`` (``row.accuracy``), each also as ``em/<data source>``; ``judge`` (right answers
     among those judged) and ``judge_failures`` (share of failed judgements); ``reward/total`` and ``reward/<part>``
@@ -95,7 +97,8 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
 
 
 def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return scores per call. Intervals resample questions; resamples without a call are left out.
+    """Return scores in proportion to the number of tool calls, such as EM per 1000 calls, by metric name. Intervals
+    resample questions; resamples without a call are left out.
 
     - ``em_per_1000_calls``, ``f1_per_1000_calls``: 1000 * sum of scores / sum of executed calls; absent without calls.
       Read them beside em and tool_calls: a model that answers from memory scores high.
@@ -131,8 +134,8 @@ def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[
 
 
 def tool_success(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return the share of the model's calls that succeeded, pooled over calls; empty without a call. Intervals resample
-    questions, and n counts them.
+    """Return the share of the model's tool calls that succeeded, pooled over calls, by metric name; empty without a
+    call. Intervals resample questions, and n counts them.
 
     - ``tool_success``: executed without error and in time (an empty result is a result), of all calls: executed ones,
       those that the tool or the environment declined, and turns that the model ended and that could not be parsed

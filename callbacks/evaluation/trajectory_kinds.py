@@ -21,7 +21,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds for low and recovered weights. The weight of the first turn is 1 by definition.
+    """The bounds below which a turn's weight (SOD) is low, and from which on it has recovered. The weight of the first
+    turn is 1 by definition.
 
     Raises:
         ValueError: not 0 < low <= recovered; a trajectory could then be of two kinds.
@@ -36,7 +37,7 @@ class Bounds:
 
 
 def kind_of(trajectory: Sequence[TurnScore], bounds: Bounds = Bounds()) -> Kind:
-    """Return the kind of a trajectory, from all its turns 1..K in order.
+    """Classify a trajectory as stable, erroneous, recovering or other, from the scores of all its turns 1..K in order.
 
     A turn is erroneous if its outcome is error, timeout, refused or invalid.
 
@@ -62,7 +63,7 @@ def kind_of(trajectory: Sequence[TurnScore], bounds: Bounds = Bounds()) -> Kind:
 def sort_by_kind(
     trajectories: Sequence[Sequence[TurnScore]], bounds: Bounds = Bounds()
 ) -> dict[Kind, list[Sequence[TurnScore]]]:
-    """Group trajectories by kind; every kind has a list."""
+    """Group trajectories by kind (stable, erroneous, ...). Every kind has a list, which may be empty."""
     kinds: dict[Kind, list[Sequence[TurnScore]]] = {kind: [] for kind in Kind}
     for trajectory in trajectories:
         kinds[kind_of(trajectory, bounds)].append(trajectory)

@@ -34,8 +34,8 @@ Key = tuple[int, bytes, str]
 
 
 def choice_key(trajectory: Trajectory) -> Key:
-    """Return the order in which trajectories are chosen: every question's first attempt, then every second, ...;
-    questions in a pseudo-random order of their ids, so that all methods get the same ones."""
+    """Return a sort key that decides which trajectories are scored. Every question's first attempt comes first, then
+    every second, ...; questions are in a pseudo-random order of their ids, so that all methods get the same ones."""
     task = trajectory.task.id
     return trajectory.index, hashlib.sha256(task.encode()).digest(), task
 
@@ -45,7 +45,8 @@ def has_turns(trajectory: Trajectory) -> bool:
 
 
 class TurnDivergence(EvaluationHooks):
-    """Scores the agent's trajectories of a test with a teacher, turn by turn (``pl_module.turn_divergences``).
+    """After a test, measures how far a teacher's log-probs differ from the student's on each turn of its trajectories
+    (``pl_module.turn_divergences``).
 
     Writes, in the stage folder, ``evaluation/turns.parquet`` (a row per turn, see ``turn_scores.TurnScore``) and the
     trajectories (``evaluation/scored_trajectories.parquet``, for ``rollout.storage.load_trajectories``); logs
@@ -63,8 +64,8 @@ class TurnDivergence(EvaluationHooks):
         self._kept: list[Trajectory] = []  # of this rank; those that may be chosen
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module or teacher that cannot score, before a model loads (TypeError, FileNotFoundError,
-        ValueError)."""
+        """Refuse a training module or teacher that cannot score trajectories, before a model loads (TypeError,
+        FileNotFoundError, ValueError)."""
         if not callable(getattr(pl_module, "turn_divergences", None)):
             raise TypeError(
                 f"TurnDivergence needs a module with turn_divergences(trajectories, teacher), as PolicyModule has it; "
@@ -86,7 +87,7 @@ class TurnDivergence(EvaluationHooks):
             self._kept = heapq.nsmallest(self.max_trajectories, [*self._kept, *trajectories], key=choice_key)
 
     def _chosen(self, trainer: L.Trainer) -> list[Trajectory]:
-        """Return this rank's share of the trajectories to score; a trajectory on two ranks counts once."""
+        """Return the chosen trajectories that this rank scores. A trajectory on two ranks counts once."""
         kept_at: dict[Key, tuple[int, int]] = {}
         for rank, keys in enumerate(gather_objects([choice_key(t) for t in self._kept])):
             for i, key in enumerate(keys):

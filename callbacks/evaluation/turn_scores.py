@@ -30,7 +30,7 @@ SHOWN = ("divergence", "weight", "teacher_entropy")  # the measures that have a 
 
 @dataclass(frozen=True, slots=True)
 class TurnScore:
-    """One turn of one trajectory. The fields are the columns of ``evaluation/turns.parquet``."""
+    """Scores and outcome of one turn of one trajectory. The fields are the columns of ``evaluation/turns.parquet``."""
 
     id: str  # of the question
     attempt: int
@@ -48,12 +48,13 @@ class TurnScore:
 
 
 def turns_with_tokens(trajectory: Trajectory) -> list[int]:
-    """Return the indices of the turns that hold a token."""
+    """Return the indices of a trajectory's turns that contain at least one sampled token."""
     return [i for i, turn in enumerate(trajectory.turns) if turn.end > turn.start]
 
 
 def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | None]:
-    """Return whether each turn was right, by the environment's ``verdicts``, or None if it cannot tell."""
+    """Return for each turn whether the environment calls it right (its ``verdicts``): True, False, or None if it cannot
+    tell."""
     judge = getattr(environment, "verdicts", None)
     return [None] * len(trajectory.turns) if judge is None else judge(trajectory)
 
@@ -61,7 +62,7 @@ def verdicts_of(environment: object, trajectory: Trajectory) -> Sequence[bool | 
 def turn_scores(
     trajectory: Trajectory, metrics: Mapping[str, Sequence[float]], verdicts: Sequence[bool | None] | None = None
 ) -> list[TurnScore]:
-    """Return the rows of one trajectory.
+    """Build the ``TurnScore`` of each turn of a trajectory from its metrics and verdicts.
 
     ``metrics`` has each of ``MEASURES`` with one value per turn that holds a token; ``verdicts`` has one per turn.
 
@@ -96,7 +97,7 @@ def turn_scores(
 
 
 def by_trajectory(rows: Iterable[TurnScore]) -> list[list[TurnScore]]:
-    """Group rows by trajectory, sorted by question, attempt and turn."""
+    """Group turn scores by trajectory, sorted by question, attempt and turn."""
     of: dict[tuple[str, int], list[TurnScore]] = {}
     for row in sorted(rows, key=lambda row: (row.id, row.attempt, row.turn)):
         of.setdefault((row.id, row.attempt), []).append(row)
@@ -104,12 +105,13 @@ def by_trajectory(rows: Iterable[TurnScore]) -> list[list[TurnScore]]:
 
 
 def is_wrong(outcome: str, verdict: bool | None) -> bool:
-    """Return whether a turn went wrong, by the verdict if there is one, else by its outcome."""
+    """Return whether a turn was wrong: by the environment's verdict if there is one, else by its outcome (error,
+    timeout, ...)."""
     return outcome in ERRONEOUS if verdict is None else not verdict
 
 
 def wrong_before(turns: Iterable[tuple[str, bool | None]]) -> list[bool]:
-    """Return for each turn, given by outcome and verdict, whether an earlier turn went wrong.
+    """Return for each turn whether an earlier turn was wrong. Turns are given as (outcome, verdict).
 
     >>> wrong_before([("ok", None), ("error", None), ("ok", None)])
     [False, False, True]
@@ -122,12 +124,13 @@ def wrong_before(turns: Iterable[tuple[str, bool | None]]) -> list[bool]:
 
 
 def after_error(trajectory: Sequence[TurnScore]) -> list[TurnScore]:
-    """Return the turns that directly follow an erroneous one."""
+    """Return the scores of the turns that directly follow a turn with an error."""
     return [row for before, row in pairwise(trajectory) if before.outcome in ERRONEOUS]
 
 
 def score_metrics(trajectories: Sequence[Sequence[TurnScore]], *, resamples: int = 10_000) -> dict[str, Interval]:
-    """Return means over turns with a 95 % interval that resamples questions; n counts turns.
+    """Average divergence, weight and teacher entropy over turns, with 95 % intervals that resample questions. n counts
+    turns.
 
     ``turns/divergence/<k>``, ``turns/weight/<k>`` and ``turns/teacher_entropy/<k>`` for the first ``SHOWN_TURNS``
     turns, over the trajectories that have turn k; ``turns/divergence/after_error`` and ``turns/weight/after_error``
@@ -144,7 +147,8 @@ def score_metrics(trajectories: Sequence[Sequence[TurnScore]], *, resamples: int
 
 
 def _mean(rows: Sequence[TurnScore], name: str, resamples: int) -> Interval:
-    """Return the mean over rows; the interval resamples questions, because their trajectories are not independent."""
+    """Return the mean of one measure over turns, with a bootstrap interval. The interval resamples questions, because
+    their trajectories are not independent."""
     sums: dict[str, list[float]] = {}
     for row in rows:
         total = sums.setdefault(row.id, [0.0, 0.0])
@@ -168,6 +172,7 @@ def save_scores(path: Path, rows: Sequence[TurnScore]) -> None:
 
 
 def load_scores(folder: Path) -> list[TurnScore] | None:
-    """Read the rows of a stage's test, or None if ``TurnDivergence`` did not run."""
+    """Read the turn scores (``TurnScore``) of a stage's test from its output folder. Returns None if ``TurnDivergence``
+    did not run."""
     path = Path(folder) / SCORES_FILE
     return [TurnScore(**row) for row in pl.read_parquet(path).iter_rows(named=True)] if path.is_file() else None

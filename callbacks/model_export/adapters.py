@@ -23,7 +23,8 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def merge_into(source: str, adapters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Yield the parameters of the model at ``source``, with W + alpha / rank * B A for every adapted W."""
+    """Return the parameters of the model at ``source`` with LoRA adapters merged in: W + alpha / rank * B A for every
+    adapted W."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, settings["dtype"]))
@@ -46,7 +47,8 @@ def merge_into(source: str, adapters: Mapping[str, torch.Tensor], settings: Mapp
 
 
 def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: Mapping[str, Any], base: str) -> None:
-    """Write LoRA adapters in PEFT's format, for ``peft.PeftModel.from_pretrained(base_model, folder)``."""
+    """Write LoRA adapters to ``folder`` in PEFT's format, for ``peft.PeftModel.from_pretrained(base_model,
+    folder)``."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -65,7 +67,7 @@ def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: 
 
 
 def read_adapter(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the trained model, tensor) from a folder that ``write_adapter`` wrote."""
+    """Read a LoRA adapter folder written by ``write_adapter``, yielding (name in the trained model, tensor)."""
     from safetensors.torch import load_file
 
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():

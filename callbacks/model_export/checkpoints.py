@@ -25,7 +25,8 @@ WRAPPER = "_forward_module."  # what some strategies put before that
 def export_checkpoint(
     checkpoint: Path, folder: Path, source: str, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
 ) -> None:
-    """Write the policy in ``checkpoint``, with the configuration and tokenizer of ``source``, to ``folder``.
+    """Write the policy in a checkpoint to ``folder`` as a Hugging Face model. Configuration and tokenizer come from
+    ``source``, the model that training started from.
 
     LoRA checkpoints hold adapters only; they are merged into the weights of ``source``.
 
@@ -62,7 +63,8 @@ def export_checkpoint(
 
 
 def skeleton(source: str) -> Any:
-    """Return the model at ``source`` without weights: its configuration and its parameters' names and shapes."""
+    """Build the model at ``source`` without weights (on the meta device): its configuration, and its parameters' names
+    and shapes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -72,7 +74,7 @@ def skeleton(source: str) -> Any:
 
 
 def read_generation_config(source: str) -> Any:
-    """Return the ``GenerationConfig`` of the model at ``source``, or None if it has none.
+    """Read the ``GenerationConfig`` of the model at ``source``. Returns None if the model has none.
 
     Raises:
         ValueError: transformers cannot read the file.
@@ -89,7 +91,8 @@ def read_generation_config(source: str) -> Any:
 
 
 def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return the policy's weights by Hugging Face name, without frozen models, critics and optimisers.
+    """Read the policy's weights from a checkpoint, as {Hugging Face name: tensor}, without frozen models, critics and
+    optimisers.
 
     Reads a Lightning ``.ckpt`` file, a DeepSpeed folder (ZeRO-2 or 3; joins the ranks' float32 parts) or a Hugging Face
     folder. DeepSpeed's files are pickles that can run code: read only your own.
@@ -116,7 +119,7 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_lora(checkpoint: Path) -> dict[str, Any] | None:
-    """Return LoRA's settings in a checkpoint that holds only adapters, or None for any other."""
+    """Return the LoRA settings saved in a checkpoint that contains only adapters, or None for any other checkpoint."""
     if (checkpoint / "config.json").is_file():
         return None
     if checkpoint.is_file():
@@ -158,7 +161,8 @@ def _sharded_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _require_models(shards: Path) -> None:
-    """Raise ValueError if the names-and-shapes file of a rank is missing: DeepSpeed notices only missing weights."""
+    """Raise ValueError if a DeepSpeed checkpoint lacks a rank's ``*_model_states.pt`` file. DeepSpeed itself notices
+    only missing weights."""
     weights, models = (len(list(shards.glob(f"*_{kind}_states.pt"))) for kind in ("optim", "model"))
     if not models or (any(shards.glob("zero_pp_rank_*_model_states.pt")) and models != weights):
         raise ValueError(
@@ -169,6 +173,6 @@ def _require_models(shards: Path) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Silence the progress that DeepSpeed's conversion prints."""
+    """Hide the output that DeepSpeed's checkpoint conversion prints."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

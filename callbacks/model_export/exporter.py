@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainedPolicy(Protocol):
-    """The attributes of a training module that an export reads (``PolicyModule`` has them); ``lora_settings`` and
+    """The attributes that an export needs of a training module (``PolicyModule`` has them). ``lora_settings`` and
     ``adapter_weights()`` are optional."""
 
     policy: torch.nn.Module
@@ -51,8 +51,9 @@ def export_policy(
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write ``module.policy`` (weights from ``module.policy_weights()``, gathered from all ranks), its configuration,
-    generation configuration and tokenizer to ``folder``, replacing it as a whole. A collective: all ranks must call it.
+    """Write the trained policy as a Hugging Face model to ``folder``, replacing the folder as a whole. The weights are
+    ``module.policy_weights()``, gathered from all ranks; configuration, generation configuration and tokenizer are
+    included. A collective: all ranks must call it.
 
     Raises:
         DiskFullError: the disk is full; the previous folder is intact.
@@ -71,7 +72,7 @@ def export_policy(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The low-rank adapters of a trained policy (``adapters.write_adapter``)."""
+    """The LoRA adapters of a trained policy, with their settings and base model (``adapters.write_adapter``)."""
 
     weights: dict[str, torch.Tensor]
     settings: dict[str, Any]
@@ -86,8 +87,9 @@ def write_folder(
     max_shard_size: str = "5GB",
     adapter: Adapter | None = None,
 ) -> None:
-    """Write weights with the configurations of ``policy`` and a tokenizer to ``folder``, replacing it as a whole, with
-    the SHA-256 of its files. Adapters that were merged into the weights are written to its folder ``adapter``.
+    """Write a Hugging Face model (weights, configurations of ``policy``, tokenizer, SHA-256 of the files) to
+    ``folder``, replacing the folder as a whole. Adapters that were merged into the weights are written to its subfolder
+    ``adapter``.
 
     Raises:
         DiskFullError: the disk is full; the previous folder is intact.
@@ -121,8 +123,9 @@ def _write(policy: Any, state: dict[str, torch.Tensor], folder: Path, tokenizer:
 
 
 def _write_settings(policy: Any, dtype: torch.dtype, folder: Path, tokenizer: str) -> None:
-    """Write the configurations and the tokenizer. The generation configuration is copied: ``save_pretrained``
-    refuses configurations that it loads with a warning, such as a temperature without ``do_sample``."""
+    """Write the model's configuration, generation configuration and tokenizer to ``folder``. The generation
+    configuration is written directly, because ``save_pretrained`` refuses configurations that it loads with a warning,
+    such as a temperature without ``do_sample``."""
     config = copy.deepcopy(policy.config)
     config.architectures = [type(policy).__name__]
     config.dtype = dtype
@@ -133,7 +136,7 @@ def _write_settings(policy: Any, dtype: torch.dtype, folder: Path, tokenizer: st
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every safetensors file in an exported folder, one tensor in memory at a time."""
+    """Read all weights of an exported model folder, yielding (name, tensor), one tensor in memory at a time."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -147,8 +150,8 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def load_policy(policy: torch.nn.Module, folder: Path) -> None:
-    """Copy exported weights (or adapters) back into a policy, also one that ZeRO-3 partitions. A
-    collective under ZeRO-3.
+    """Copy the weights (or LoRA adapters) of an exported model folder into ``policy``, which ZeRO-3 may have
+    partitioned. A collective under ZeRO-3.
 
     Raises:
         ValueError: a parameter is missing in the folder.
@@ -180,7 +183,8 @@ def _gathered(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 class Export(L.Callback):
-    """Writes ``model/`` in the stage folder: the next stage, ``make ask`` and ``make export`` start from it.
+    """Exports the trained policy to ``model/`` in the stage's output folder. The next stage, ``make ask`` and ``make
+    export`` start from it.
 
     Args:
         choose: "last" exports at the end of fit. "best" exports after each validation that is strictly better than all

@@ -31,8 +31,8 @@ def serve_flags(protocol: Any) -> list[str]:
 
 
 def _thinks(protocol: Any) -> bool:
-    """Return whether the template asks for thinking. Its ``<think>`` alone does not: Qwen3's Instruct models, which do
-    not think, drop it from earlier turns."""
+    """Return whether the protocol's chat template asks the model to think. Its ``<think>`` alone does not: Qwen3's
+    Instruct models, which do not think, drop it from earlier turns."""
     chat, template = protocol.chat, str(protocol.tokenizer.chat_template)
     opening = chat.thinking_tags[0]
     if chat.options.get("enable_thinking") is False:
@@ -42,8 +42,8 @@ def _thinks(protocol: Any) -> bool:
 
 
 def template_flags(protocol: Any, folder: Path, called: str) -> list[str]:
-    """Return ``--chat-template FILE`` and write the file if the rollouts changed the exported tokenizer's chat
-    template. Without the flag vLLM uses the template of the folder's tokenizer.
+    """Return the flag ``--chat-template FILE`` for ``vllm serve``, and write the file, if the rollouts changed the
+    exported tokenizer's chat template. Otherwise return no flag: vLLM then uses the template of the exported tokenizer.
 
     Args:
         called: the folder's path in the command.
@@ -63,5 +63,5 @@ def _template(tokenizer: Any, tools: Sequence[Any] | None) -> str | None:
 
 
 def serve_command(folder: str, flags: Sequence[str], program: str = "vllm") -> str:
-    """Return the command for a shell."""
+    """Return the ``vllm serve`` command as one line of text, quoted for a shell."""
     return shlex.join([program, "serve", folder, *flags])

@@ -23,7 +23,7 @@ METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the file: the metrics of one call of ``append``."""
+    """One line of ``metrics.jsonl``: the metrics that one call of ``MetricsFile.append`` wrote."""
 
     step: int
     ms: int  # since the epoch
@@ -31,9 +31,10 @@ class Row:
 
 
 class MetricsFile:
-    """The file of this process's run, to append to and to read while it grows.
+    """The metrics file (``metrics.jsonl``) of this process's run, which can be read while it grows.
 
-    Skips a value that its name already has at the same step. Cuts off a line that a kill has torn.
+    Skips a value that was already written under the same name and step. Cuts off a line that a kill has left
+    incomplete.
 
     Args:
         path: default: a temporary file.
@@ -50,7 +51,7 @@ class MetricsFile:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of one call, without text values."""
+        """Append the metrics of one step to the file, without text values and repeated values."""
         values = {name: _plain(value) for name, value in metrics.items() if not isinstance(value, str)}
         values = {name: value for name, value in values.items() if self._last.get(name) != (step, value)}
         if values:
@@ -62,31 +63,33 @@ class MetricsFile:
                 rest = rest[self._file.write(rest) :]
 
     def sync(self) -> int:
-        """Write the file through to the disk and return its size in bytes."""
+        """Flush the metrics file to disk (fsync) and return its size in bytes."""
         os.fsync(self._file.fileno())
         return self._size()
 
     def rewind(self, size: int) -> None:
-        """Cut the file to ``size`` bytes, as ``sync`` returned them: later metrics are dropped."""
+        """Truncate the metrics file to ``size`` bytes, as ``sync`` returned them: later metrics are dropped."""
         rows, end = self.read(0, size)
         self._file.truncate(end)
         self._file.seek(end)
         self._last = {name: (row.step, _plain(value)) for row in rows for name, value in row.metrics.items()}
 
     def read(self, start: int, stop: int | None = None) -> tuple[list[Row], int]:
-        """Return the whole lines between bytes ``start`` and ``stop``, and the end of the last line."""
+        """Return the complete lines between bytes ``start`` and ``stop`` of the metrics file, and the byte at which the
+        last line ends."""
         content = os.pread(self._file.fileno(), max(0, (self._size() if stop is None else stop) - start), start)
         rows, length = _rows(content, str(self._file.name))
         return rows, start + length
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Read a file that this process does not write to. Raises FileNotFoundError."""
+    """Read all rows of a metrics file (``metrics.jsonl``) that this process does not write to. Raises
+    FileNotFoundError."""
     return _rows(path.read_bytes(), str(path))[0]
 
 
 def _rows(content: bytes, name: str) -> tuple[list[Row], int]:
-    """Parse whole lines, and return their length too."""
+    """Parse the complete lines of a metrics file. Returns the rows, and the length of these lines in bytes."""
     content = content[: content.rfind(b"\n") + 1]
     rows = []
     for number, line in enumerate(content.splitlines(), 1):

@@ -35,12 +35,12 @@ RETRY_S = 30  # shortest time from a failed attempt to the next one
 
 
 def is_rank_zero() -> bool:
-    """Whether this is rank 0. Lightning keeps the rank in an attribute of this decorator."""
+    """Return whether this process is rank 0. Lightning keeps the rank in an attribute of this decorator."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 class Uploader:
-    """Runs jobs on an MLflow run in order, in a background thread.
+    """Sends data to an MLflow run in a background thread, as a queue of jobs that run in order.
 
     A job that fails stays first in line until a later job or ``flush`` starts another attempt. The first failure logs
     one warning; the training goes on.
@@ -61,7 +61,7 @@ class Uploader:
         self._ask(None)
 
     def flush(self) -> None:
-        """Wait until all jobs are done, or an attempt has failed, or ``PATIENCE_S`` is over."""
+        """Wait until all upload jobs are done, an attempt has failed, or ``PATIENCE_S`` seconds have passed."""
         done = threading.Event()
         self._ask(done)
         if not done.wait(PATIENCE_S):
@@ -109,7 +109,7 @@ class Uploader:
 
 
 class MLflowLogger(Logger):
-    """Logs a Lightning run to ``<save_dir>/metrics.jsonl``, and to MLflow.
+    """Logs a Lightning run to the file ``<save_dir>/metrics.jsonl`` first, then to MLflow from a background thread.
 
     - The file comes first. A kill, or an MLflow store that is broken, locked or read-only, loses no metric and does not
       stop the run. ``make metrics`` sends later what the store lacks.
@@ -149,7 +149,7 @@ class MLflowLogger(Logger):
 
     @cached_property
     def _file(self) -> MetricsFile:
-        """Opened on the first use, by rank 0 alone."""
+        """The run's metrics file, opened on the first use, by rank 0 alone."""
         return MetricsFile(self._folder / METRICS_FILE if self._folder is not None else None)
 
     @cached_property
@@ -177,7 +177,7 @@ class MLflowLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The stage's folder."""
+        """The stage's output folder as text, or None."""
         return str(self._folder) if self._folder is not None else None
 
     @rank_zero_only
@@ -187,7 +187,7 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | argparse.Namespace) -> None:
-        """Log the module's parameters. A continued run keeps those it was started with."""
+        """Log the training module's parameters to MLflow. A continued run keeps those it was started with."""
         found = _flatten_dict(_convert_params(params))
         if self._configured:  # the configuration is logged; add what it leaves at its default
             named = {f"{MODULE}{key}": value for key, value in found.items()}
@@ -196,8 +196,8 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """End the run. Lightning passes "failed" for any exception; after Ctrl-C, SIGTERM or a stop request the run is
-        KILLED."""
+        """End the MLflow run with a status. Lightning passes "failed" for any exception; after Ctrl-C, SIGTERM or a
+        stop request the run is KILLED."""
         if "_uploader" not in self.__dict__:  # nothing was logged
             return
         status = "KILLED" if isinstance(sys.exception(), STOPPING) else STATUS.get(status, status)
@@ -208,37 +208,39 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def log_config(self, yaml_text: str) -> None:
-        """Log the resolved configuration (``MLflowRun.log_config``)."""
+        """Log the resolved configuration (YAML text) to MLflow (``MLflowRun.log_config``)."""
         self._uploader.put(lambda run: run.log_config(yaml_text))
         self._configured = {".".join(name.split(".")[:2]) for name in parameters(yaml.safe_load(yaml_text))}
 
     @rank_zero_only
     def log_datasets(self, datasets: Iterable[Any]) -> None:
-        """Log the data sets (``mlflow.entities.DatasetInput``) that the run reads, once per run."""
+        """Log the run's data sets (``mlflow.entities.DatasetInput``) to MLflow, once per run."""
         self._uploader.put(lambda run: run.log_datasets(datasets))
 
     @rank_zero_only
     def log_file(self, path: Path, artifact_folder: str) -> None:
-        """Copy a file into the run's artifacts."""
+        """Copy a file into the MLflow run's artifacts."""
         self._uploader.put(lambda run: run.open().log_artifact(run.run_id, str(path), artifact_folder))
 
     def sync(self) -> int:
-        """Write what was logged to the disk. Returns the length of the file in bytes, on other ranks than 0 zero."""
+        """Flush the metrics file to disk and return its length in bytes. Other ranks than 0 have no file and return
+        0."""
         return self._file.sync() if is_rank_zero() else 0
 
     @rank_zero_only
     def rewind(self, position: int) -> None:
-        """Cut the metrics file to ``position``, as ``sync`` returned it: later metrics are dropped."""
+        """Truncate the metrics file to ``position`` bytes, as ``sync`` returned them: later metrics are dropped."""
         self._file.rewind(position)
 
     @rank_zero_only
     def flush(self) -> None:
-        """Wait until the MLflow store has all metrics logged so far, or refuses them."""
+        """Wait until MLflow has all metrics logged so far, an attempt to send them has failed, or ``PATIENCE_S``
+        seconds have passed."""
         self._uploader.flush()
 
     @property
     def experiment(self) -> Any:  # jsonargparse would import mlflow (1 s) if its class were named here
-        """The MlflowClient, or None on other ranks than 0 and while the store takes nothing."""
+        """The ``MlflowClient`` of the run. None on other ranks than 0, and while the MLflow store cannot be used."""
         if is_rank_zero() and self._run.client is None:
             self.flush()
         return self._run.client

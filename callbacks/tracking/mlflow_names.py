@@ -11,7 +11,7 @@ FORBIDDEN = re.compile(r"[^/\w.\- :]")
 
 
 def mlflow_name(name: str, longest: int = LONGEST) -> str:
-    """Return the name of a metric, parameter or tag in MLflow: ``name`` itself if MLflow takes it.
+    """Return the name under which MLflow stores a metric, parameter or tag: ``name`` itself if MLflow accepts it.
 
     Any other name becomes a readable one that ends in a hash of ``name``. So two names stay different, and a name is
     the same in every run.
@@ -27,10 +27,11 @@ def mlflow_name(name: str, longest: int = LONGEST) -> str:
 
 
 def _resolves_elsewhere(name: str) -> bool:
-    """Whether the path of this name in MLflow's file store has another name or leaves its folder."""
+    """Return whether MLflow's file store would write this name to another path, or outside of its folder."""
     return posixpath.normpath(name) != name or name == "." or name.startswith(("..", "/"))
 
 
 def storable(value: object) -> str:
-    """Return the value as UTF-8 text. Other bytes, as in some file names, become escapes (``\\udcff``)."""
+    """Return the value as text that UTF-8 can encode. Other bytes, as in some file names, become escapes
+    (``\\udcff``)."""
     return str(value).encode(errors="backslashreplace").decode()

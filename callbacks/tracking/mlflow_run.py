@@ -31,7 +31,8 @@ BUSY_S = 5  # to wait for a database that another process has locked
 
 
 class MLflowRun:
-    """The run whose id is in ``<folder>/mlflow_run_id``, or a new run where the file or the run is missing.
+    """Finds or creates a run in an MLflow store, and sends data to it. The run's id is in ``<folder>/mlflow_run_id``;
+    if the file or the run is missing, a new run is created.
 
     Artifacts of an SQLite store are kept beside the database. MLflow's default depends on the working directory.
 
@@ -65,7 +66,7 @@ class MLflowRun:
         self._refused: set[str] = set()  # metrics that the store does not take
 
     def open(self, started_ms: int | None = None) -> MlflowClient:
-        """Connect to the store on the first call. Raises whatever the store raises.
+        """Connect to the MLflow store on the first call, and return its client. Raises whatever the store raises.
 
         Args:
             started_ms: start of a run that is created; default: now.
@@ -84,7 +85,8 @@ class MLflowRun:
         return self.client
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Lock an SQLite store: two runs that start together would both create its tables, and one would fail."""
+        """Return a context manager that locks an SQLite store. Two runs that start together would both create its
+        tables, and one would fail."""
         return nullcontext() if self._database is None else locked(Path(f"{self._database}.lock"))
 
     def _find(self, client: MlflowClient) -> bool:
@@ -119,7 +121,8 @@ class MLflowRun:
         self._log_tags(client, self._tags)
 
     def log_config(self, yaml_text: str, origin: Mapping[str, str] | None = None) -> None:
-        """Log a resolved configuration as artifact config.yaml, as flat parameters, and as tags (``run_parameters``).
+        """Log a resolved configuration to MLflow as artifact config.yaml, as flat parameters, and as tags
+        (``run_parameters``).
 
         Args:
             origin: commit and command; default: those of this process.
@@ -130,7 +133,7 @@ class MLflowRun:
         self.log_parameters(parameters(config))
 
     def log_parameters(self, found: Mapping[str, Any]) -> None:
-        """Send the parameters that the run lacks: MLflow forbids changing one."""
+        """Send the parameters that the MLflow run does not have yet. MLflow forbids changing a parameter."""
         from mlflow.entities import Param
 
         client = self.open()
@@ -144,14 +147,14 @@ class MLflowRun:
         self._send(client, "tags", [RunTag(mlflow_name(name), storable(value)) for name, value in found.items()])
 
     def log_datasets(self, datasets: Iterable[Any]) -> None:
-        """Log the data sets (``mlflow.entities.DatasetInput``) that the run reads, once per run."""
+        """Log the run's data sets (``mlflow.entities.DatasetInput``) to MLflow, unless the run already has some."""
         client = self.open()
         there = client.get_run(self.run_id).inputs
         if not (there and there.dataset_inputs):
             self._send(client, "datasets", list(datasets))
 
     def log_metrics(self, rows: Sequence[Row]) -> int:
-        """Send the metrics of later steps than the store has, and return their number.
+        """Send the metrics of later steps than the MLflow store has, and return the number of values sent.
 
         A value that the store has at a step stays. It is the same value, or one of an attempt that was killed before
         its next checkpoint.
@@ -173,8 +176,8 @@ class MLflowRun:
         return len(missing)
 
     def _send(self, client: MlflowClient, kind: str, entities: Sequence[Any]) -> None:
-        """Send metrics, params, tags or data sets. A refused batch is sent in halves, so that an entity that the store
-        refuses costs one warning and no other entity."""
+        """Send metrics, params, tags or data sets to MLflow, in batches. A refused batch is sent again in halves, so
+        that an entity that the store refuses costs one warning and no other entity."""
         from mlflow.exceptions import MlflowException
 
         call: Any = client.log_inputs if kind == "datasets" else client.log_batch
@@ -194,12 +197,12 @@ class MLflowRun:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the error means that MLflow refuses this name or value, so that a retry is useless."""
+    """Return whether the error means that MLflow refuses this name or value, so that a retry is useless."""
     return getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
 
 
 def require_usable(database: Path) -> None:
-    """Raise sqlite3.Error for a database that cannot be written. MLflow would retry for minutes."""
+    """Raise sqlite3.Error if the SQLite ``database`` cannot be written. MLflow would retry for minutes."""
     with closing(sqlite3.connect(database, timeout=BUSY_S)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.rollback()

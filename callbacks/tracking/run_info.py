@@ -22,7 +22,8 @@ class RunStopped(Exception):
 
 
 def commit() -> str:
-    """Return the hash of HEAD, with ``+changes`` if tracked files differ; ``unknown`` outside a repository."""
+    """Return the hash of the project's Git HEAD, with ``+changes`` if tracked files differ. Outside a repository:
+    ``unknown``."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode != 0:
@@ -32,20 +33,20 @@ def commit() -> str:
 
 
 def run_info() -> dict[str, str]:
-    """Return the commit and the command of this process, for files with results."""
+    """Return the Git commit and the command line of this process, to be stored with results."""
     command = os.environ.get(COMMAND_VARIABLE) or shlex.join([Path(sys.executable).name, *sys.argv])
     return {"commit": commit(), "command": command}
 
 
 def default_tracking_uri(outputs: Path | None = None) -> str:
-    """Return ``MLFLOW_TRACKING_URI``, or an SQLite file in the outputs folder (``COMPACT_AGENTS_OUTPUTS``, by default
-    ``outputs`` in the project's root)."""
+    """Return the MLflow tracking URI: ``MLFLOW_TRACKING_URI`` if set, else an SQLite file in the outputs folder. This
+    folder is ``COMPACT_AGENTS_OUTPUTS``, by default ``outputs`` in the project's root."""
     outputs = outputs or Path(os.environ.get("COMPACT_AGENTS_OUTPUTS", ROOT / "outputs")).absolute()
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{outputs / 'mlflow.db'}"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as ``"3.2 s"``, ``"4 min 10 s"`` or ``"2 h 05 min"``; ``"?"`` if unknown."""
+    """Return seconds as text: ``"3.2 s"``, ``"4 min 10 s"`` or ``"2 h 05 min"``; ``"?"`` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:

@@ -12,7 +12,8 @@ NOTE, SOURCE = "mlflow.note.content", "mlflow.source.name"  # MLflow's descripti
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the configuration without its logger as flat parameters, named as overrides on the command line.
+    """Flatten a resolved configuration to MLflow parameters, named as overrides on the command line, without the
+    logger.
 
     ``{"model": "GRPO", "model.lr": "1e-06", "data.rollouts.engine": "VLLMEngine", ...}``. A callback has the name of
     its class.
@@ -40,7 +41,8 @@ def _class(value: Mapping[str, Any]) -> str:
 
 
 def tags(config: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str, str]:
-    """Return tags to search runs by, with the summary as MLflow's description and the command as its source.
+    """Return the MLflow tags by which runs can be searched. The experiment's summary becomes MLflow's description, and
+    the command its source.
 
     Args:
         origin: commit and command, as ``run_info`` returns them.

@@ -26,7 +26,7 @@ _tokenizer = lru_cache(maxsize=4)(load_tokenizer)  # a page is written every few
 
 
 def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
-    """Sort key, worst first: reward (EM without one), F1, then long before short.
+    """Return the sort key of a trajectory, worst first: reward (EM without one), F1, then long before short.
 
     Group and index make the order total, so that it does not depend on the order of completion.
     """
@@ -36,7 +36,8 @@ def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
 
 
 def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str, Annotated]]:
-    """Return at most ``count`` of the best and of the worst trajectories, without infrastructure failures."""
+    """Choose at most ``count`` of the best and of the worst trajectories, as pairs ("best" or "worst", trajectory with
+    values). Infrastructure failures are left out."""
     ranked = sorted((a for a in annotated if not a[0].failed_by_infrastructure), key=lambda a: rank_key(a[0]))
     worst = ranked[: min(count, len(ranked) // 2)]
     best = ranked[len(worst) :][-count:]
@@ -44,7 +45,8 @@ def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str
 
 
 def heading(kind: str, trajectory: Trajectory) -> str:
-    """Return a heading such as ``best: EM 1, answer``, with the success in place of EM where the reward has one."""
+    """Return the heading of a trajectory's page, such as ``best: EM 1, answer``. Where the reward has a success, it
+    replaces EM."""
     row = row_of(trajectory)
     success = row.reward_parts.get("success")
     score = f"EM {row.em:g}" if success is None else f"success {success:g}"
@@ -52,8 +54,9 @@ def heading(kind: str, trajectory: Trajectory) -> str:
 
 
 class TrajectoryLog(EvaluationHooks):
-    """Writes ``trajectories/<split>-<step>.html`` in the stage folder after each validation and test, and
-    ``trajectories/train-<iteration>.html`` every ``train_every`` iterations; MLflow gets a copy as artifact.
+    """Writes the best and worst trajectories as HTML pages: after each validation and test, and every ``train_every``
+    training iterations. The pages are ``trajectories/<split>-<step>.html`` and ``trajectories/train-<iteration>.html``
+    in the stage's output folder; MLflow gets a copy as artifact.
 
     Training pages show per-token metrics (advantage, reward, kl, ...) from the module's ``last_token_values``, a list
     (trajectory, {name: one value per response token}); a module without that attribute (supervised learning)
@@ -77,7 +80,7 @@ class TrajectoryLog(EvaluationHooks):
         self._kept = []
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the best and the worst trajectories of the batches so far."""
+        """Keep the best and the worst trajectories of all batches so far."""
         if prompt_mode == AGENT:
             pool = self._kept + [(t, {}) for t in trajectories]
             self._kept = [annotated for _, annotated in best_and_worst(pool, self.count)]

@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 @dataclass(frozen=True, slots=True)
 class PageItem:
-    """One trajectory of a page.
+    """One trajectory to show on an HTML page, with its heading and its values per token.
 
     Args:
         signals: name -> one value per response token (advantage, reward, kl, ...).
@@ -46,7 +46,7 @@ class PageItem:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, special tokens included.
+    """Return the text of each token id, special tokens included.
 
     A token that ends inside a character has an empty text. The token that completes the character has all of it. Bytes
     that never form a character show as U+FFFD.
@@ -70,7 +70,7 @@ def _template() -> Template:
 
 
 def render_page(title: str, items: Sequence[PageItem], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return one page with all trajectories.
+    """Return an HTML page, as text, that shows all given trajectories.
 
     Colours show the role of a token (prompt, model, observation), and an underline the sign and size of the first
     signal. Hovering over a token shows its id, mask, log-prob, weights and signals at the foot. A line above each turn
@@ -118,15 +118,16 @@ def _conversation(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[di
 
 
 def _header(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-    """Return the index of the last control token, which begins the header of the assistant's turn, or the length of a
-    prompt without one. Templates may open (Qwen3.5) or close the thinking in this header."""
+    """Return the index at which the header of the assistant's turn begins: the last control token of the prompt.
+    Without a control token, return the prompt's length. Templates may open (Qwen3.5) or close the thinking in this
+    header."""
     control = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in range(len(ids) - 1, 0, -1) if ids[i] in control), len(ids))
 
 
 def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return the parts of a page for turns with their own prompts. A prompt is one text with its ids: a span per token
-    would make a page of fifty turns too large for a browser."""
+    """Return one part of a page for each turn that has its own prompt. A prompt is one text with its ids: a span per
+    token would make a page of fifty turns too large for a browser."""
     trajectory, parts = item.trajectory, []
     for number, (turn, line) in enumerate(zip(trajectory.turns, _turn_lines(item), strict=True)):
         ids = trajectory.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
@@ -172,8 +173,8 @@ def _facts(trajectory: Trajectory) -> list[tuple[str, str]]:
 
 
 def _task(task: Task) -> str:
-    """Return the part of the task that the model does not see: the question if an observation replaced it, and the
-    metadata, such as the word to guess or the goal."""
+    """Return, as text, what the model does not see of a task. This is the question if an observation replaced it, and
+    the metadata, such as the word to guess or the goal."""
     hidden = {name: value for name, value in task.metadata.items() if name not in (OWN_QUESTION, FIRST_OBSERVATION)}
     own = task.metadata.get(OWN_QUESTION, task.question)
     texts = [own] if own != task.question else []
@@ -182,7 +183,7 @@ def _task(task: Task) -> str:
 
 
 def _turn_lines(item: PageItem) -> list[str]:
-    """Return the line above each turn: its metrics, and its reward if the environment rewards turns."""
+    """Return the text line to show above each turn: its metrics, and its reward if the environment rewards turns."""
     turns = item.trajectory.turns
     paid = any(turn.reward for turn in turns)
     lines = []
@@ -197,8 +198,8 @@ def _turn_lines(item: PageItem) -> list[str]:
 
 
 def _response(item: PageItem, tokenizer: PreTrainedTokenizerBase, span: slice) -> list[dict[str, Any]]:
-    """Return role, note and text of the response tokens. Sampled tokens also have the sign of the first signal (good,
-    bad) and its size in percent of the largest."""
+    """Return role, note and text of each response token, for the page template. Sampled tokens also have the sign of
+    the first signal (good, bad) and its size in percent of the largest."""
     trajectory = item.trajectory
     versions = trajectory.token_versions
     several = len({*versions} - {-1}) > 1

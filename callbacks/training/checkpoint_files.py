@@ -17,34 +17,36 @@ BAD = ".bad"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration that a checkpoint's name contains, or None if the name has none."""
+    """Return the iteration number in a checkpoint's file name, or None if the name has none."""
     found = NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def numbered(stage: Path) -> list[Path]:
-    """Return the checkpoints written by ``IterationCheckpoint``, newest first."""
+    """Return the paths of a stage's checkpoints written by ``IterationCheckpoint``, newest first."""
     named = [(iteration_of(path), path) for path in (Path(stage) / FOLDER).glob("*.ckpt")]
     return [path for _, path in sorted(((n, path) for n, path in named if n is not None), reverse=True)]
 
 
 def usable(stage: Path) -> list[Path]:
-    """Return the checkpoints that a run may continue from, newest first.
+    """Return the paths of the checkpoints that a run may continue from, newest first.
 
-    ``last.ckpt`` comes last if it is a file (copying a folder may follow links) or a link to another name."""
+    ``last.ckpt`` comes last if it is a file (copying a folder may follow links) or a link to another name.
+    """
     found, last = numbered(stage), Path(stage) / FOLDER / LAST
     return [*found, *([last] if last.exists() and last.resolve() not in [path.resolve() for path in found] else [])]
 
 
 def anything_saved(stage: Path) -> list[Path]:
-    """List the checkpoints in a folder (files, folders and links), without half-written ones and digests."""
+    """Return the paths of everything in the stage's checkpoint folder (files, folders and links), except unfinished
+    checkpoints and digests."""
     folder = Path(stage) / FOLDER
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in found if not path.name.startswith(".") and not path.name.endswith(".sha256")]
 
 
 def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
-    """Return the checkpoint to continue from (or the best one), or None before the first."""
+    """Return the path of the stage's last (or best) checkpoint, or None if there is none yet."""
     if which == "last":
         return next(iter(usable(stage)), None)
     link = Path(stage) / FOLDER / BEST
@@ -52,20 +54,21 @@ def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Pat
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files under a folder."""
+    """Return the size in bytes of a file, or of all files under a folder."""
     path = path.resolve()
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint and its digests."""
+    """Remove a checkpoint and the file with its SHA-256 digests."""
     digests = list_path(path)
     remove(path)
     remove(digests)
 
 
 def settle_checkpoints(stage: Path) -> list[str]:
-    """Find the newest checkpoint that agrees with its digests, rename newer ones, and link ``last.ckpt`` to it.
+    """Find the newest intact checkpoint (its files match their SHA-256), rename newer damaged ones, and link
+    ``last.ckpt`` to it.
 
     Returns:
         A line for each renamed or missing checkpoint; empty if the newest checkpoint is whole or nothing was saved.

@@ -61,7 +61,7 @@ class CollapseDetector:
         self.calm = deque(maxlen=self.window)
 
     def update(self, value: float) -> str | None:
-        """Return why the detector fires at the next value of the metric, or None."""
+        """Check the next value of the metric. Returns the reason, as text, if the detector fires, else None."""
         if not math.isfinite(value):
             return f"not a finite number ({value})" if self.factor > 1 else None
         found = self._fault(value) if len(self.calm) >= max(self.warmup, 1) else None
@@ -89,7 +89,8 @@ class CollapseDetector:
 
 
 class CollapseGuard(L.Callback):
-    """Warns, or stops the run, when a ``CollapseDetector`` fires on a training metric, once per rule.
+    """Watches training metrics for the collapse of the policy, and warns or stops the run. Each rule (a
+    ``CollapseDetector``) fires once.
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
       scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
@@ -181,6 +182,7 @@ class CollapseGuard(L.Callback):
 
 
 def action_counts(batch: Sequence[Trajectory]) -> tuple[int, int]:
-    """Return (valid turns, all turns) of a batch, without infrastructure failures."""
+    """Return how many turns of a batch are valid, and how many it has, without infrastructure failures. The protocol
+    can read the action of a valid turn."""
     counts = [valid_action_counts(t) for t in batch if not t.failed_by_infrastructure]
     return sum(valid for valid, _ in counts), sum(turns for _, turns in counts)

@@ -9,8 +9,8 @@ import torch
 
 
 def offload_optimizer(trainer: L.Trainer) -> None:
-    """Move the optimiser states (AdamW: 8 bytes per parameter) to host memory, pinned under CUDA, and release the
-    device's unused memory. Checkpoints are the same with and without.
+    """Move the optimiser states (AdamW: 8 bytes per parameter) to host memory, and release the device's unused memory.
+    Host memory is pinned under CUDA. Checkpoints are the same with and without.
 
     ZeRO's master weights and DDP's gradient buckets stay on the device. DeepSpeed's ``offload_states`` is not used: at
     stage 3 it accepts only its own FusedAdam, at stage 2 it leaves views that hold the states' memory (0.19.8).
@@ -27,7 +27,7 @@ def offload_optimizer(trainer: L.Trainer) -> None:
 
 
 def reload_optimizer(trainer: L.Trainer) -> None:
-    """Move the states back to where their parameters are, before an optimiser step."""
+    """Move the optimiser states from host memory back to the device of their parameters, before an optimiser step."""
     for optimizer in trainer.optimizers:
         _resize_gradients(optimizer, there=True)
         for parameter, state in optimizer.state.items():
@@ -36,13 +36,14 @@ def reload_optimizer(trainer: L.Trainer) -> None:
 
 
 def _states(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Return the state tensors that have one value per element, without counters (``step``)."""
+    """Return the optimiser-state tensors that have one value per element, as (name, tensor), without counters
+    (``step``)."""
     return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _resize_gradients(optimizer: Any, there: bool) -> None:
-    """ZeRO-3 keeps its gradients in one buffer with many views, which is zero between two optimiser steps
-    (sharding/strategies.py). Its memory is freed and allocated under the views. Without ZeRO-3, gradients are None."""
+    """Free (``there=False``) or allocate the gradient buffer of ZeRO-3, which is zero between two optimiser steps
+    (sharding/strategies.py). Its many views stay valid. Without ZeRO-3, gradients are None."""
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if buffer is None or buffer.device.type == "cpu":
         return
@@ -54,7 +55,8 @@ def _resize_gradients(optimizer: Any, there: bool) -> None:
 
 
 def _unlink(optimizer: Any) -> None:
-    """ZeRO-2 keeps views of the states beside each parameter; its next optimiser step makes new views."""
+    """Remove the views of optimiser states that ZeRO-2 keeps beside each parameter. Its next optimiser step makes new
+    views."""
     if getattr(optimizer, "_hp_optimizer_states_linked", False):
         for group in optimizer.bit16_groups:
             for parameter in group:

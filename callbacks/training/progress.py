@@ -27,8 +27,8 @@ METRICS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 
 def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]:
-    """Format the metrics that exist for the progress line, such as ``["reward 0.300", "em 0.312"]``, and after them the
-    metrics in ``chosen`` (logged with ``prog_bar=True``)."""
+    """Return the texts of the progress line, such as ``["reward 0.300", "em 0.312"]``, for the metrics that exist. The
+    metrics in ``chosen`` (logged with ``prog_bar=True``) come last."""
     shown: dict[str, str] = {}
     known = {name for alternatives in METRICS for _, name in alternatives}
     others = tuple(((name, name),) for name in chosen if name not in known)
@@ -41,7 +41,7 @@ def figures(metrics: Mapping[str, Any], chosen: Iterable[str] = ()) -> list[str]
 
 
 def fraction_done(trainer: L.Trainer) -> float:
-    """Return the share of the training that is done, in [0, 1], by the limit (steps or epochs) that comes first; NaN
+    """Return the completed share of the training, in [0, 1], by the limit (steps or epochs) that comes first. NaN
     without a limit."""
     shares = []
     if trainer.max_steps and trainer.max_steps > 0:
@@ -105,7 +105,8 @@ class Progress(ProgressBar):
         self._batch_evaluated()
 
     def rolled_out(self, finished: int, expected: int) -> None:
-        """Report ``finished`` of ``expected`` trajectories of an evaluation batch; the data module calls this."""
+        """Report that ``finished`` of ``expected`` trajectories of an evaluation batch are complete. The data module
+        calls this."""
         phase, batches, total = self._evaluation
         if self._enabled and finished < expected:
             self._reports.report(phase, (batches + finished / expected) / total)

@@ -28,8 +28,8 @@ ROLLING_OUT = tuple(ROOT + name for name in ("rollout/", "retrieval/", "data_mod
 
 
 def main_thread() -> tuple[tuple[Any, ...] | None, str]:
-    """Return a mark of the main thread's position, and its stack. The mark changes when the thread moves, and is None
-    during rollouts."""
+    """Return the main thread's position in the code (a comparable value) and its stack as text. The position changes
+    when the thread moves, and is None during rollouts."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(traceback.walk_stack(frame))  # the innermost first
     files = [frame.f_code.co_filename for frame, _ in frames]
@@ -40,7 +40,8 @@ def main_thread() -> tuple[tuple[Any, ...] | None, str]:
 
 
 class RankWatch(L.Callback):
-    """Prints the stack of a rank whose main thread stays at one instruction. Does nothing with one rank.
+    """Prints the stack of a rank that is stuck, which means that its main thread stays at one instruction. Does nothing
+    with one rank.
 
     A thread on each rank reads the stack of the main thread once a second. Rollouts may take as long as they need. A
     stack that ends in a collective belongs to a rank that waits for the stuck one.

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator, in types that ``torch.load(weights_only=True)`` reads."""
+    """Return the states of all random generators (Python, numpy, torch, CUDA), in types that
+    ``torch.load(weights_only=True)`` reads."""
     kind, keys, position, has_gauss, cached = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
     state = {
         "python": random.getstate(),
@@ -61,7 +62,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def derived_seed(states: list[dict[str, Any]], rank: int, ranks: int) -> int:
-    """Derive a seed for ``rank`` from the generators' ``states`` of a run with another number of ranks."""
+    """Derive a random seed for ``rank`` from saved generator ``states``, when a run resumes with another number of
+    ranks."""
     digest = hashlib.blake2b(repr((rank, ranks)).encode(), digest_size=4)
     for state in states:
         digest.update(repr((state["python"], state["numpy"])).encode())
@@ -76,7 +78,8 @@ def set_seeds(seed: int) -> None:
 
 
 class IterationCheckpoint(Checkpoint):
-    """Saves the whole training state after iterations, so that ``kill -9`` costs at most ``every_n_iterations``.
+    """Saves the whole training state every ``every_n_iterations``, so that a killed run loses no more than these
+    iterations.
 
     Each save writes ``checkpoints/iteration-<n>.ckpt`` (a folder under DeepSpeed), links ``last.ckpt`` to it, and keeps
     the previous checkpoint and the best one (``best.ckpt``). The links are for people: a run continues from the newest
@@ -198,7 +201,7 @@ class IterationCheckpoint(Checkpoint):
             self.best_score = state_dict["best_score"]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Rewind the metrics file to the position in the checkpoint.
+        """Truncate the metrics file to its length at the time of the checkpoint.
 
         Raises:
             ValueError: another data module wrote the checkpoint, or its file name has another iteration than its
@@ -251,7 +254,8 @@ class IterationCheckpoint(Checkpoint):
         self.seconds += time.perf_counter() - start
 
     def _check_room(self, target: Path) -> None:
-        """Raise DiskFullError if the checkpoint does not fit, after deleting older checkpoints if needed."""
+        """Raise DiskFullError if the checkpoint does not fit on the disk, after deleting older checkpoints if
+        needed."""
         folder = target.parent
         if (last := find_checkpoint(folder.parent)) is None:
             return
@@ -270,7 +274,8 @@ class IterationCheckpoint(Checkpoint):
         )
 
     def _superseded(self, target: Path) -> list[Path]:
-        """Return the checkpoints older than the one before ``target``, newest first, without the best one."""
+        """Return the paths of checkpoints that may be deleted: those older than the one before ``target``, newest
+        first, without the best one."""
         best = {self._best, (target.parent / BEST).resolve().name}
         older = [path for path in numbered(target.parent.parent) if path.name < target.name]
         return [path for path in older[1:] if path.name not in best]
@@ -295,7 +300,7 @@ def _metric_loggers(trainer: L.Trainer) -> list[MLflowLogger]:
 
 
 def _digests(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Return the SHA-256 of every file of a checkpoint, by name. Each rank hashes a share. A collective."""
+    """Compute the SHA-256 of every file of a checkpoint, as {name: digest}. Each rank hashes a share. A collective."""
     folder = list_path(checkpoint).parent
     mine = [file.relative_to(folder).as_posix() for file in files_of(checkpoint)]
     names = sorted({name for seen in gather_objects(mine) for name in seen})

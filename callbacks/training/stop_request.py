@@ -19,21 +19,22 @@ STOPPED = "stopped_on_request"
 
 
 class StopRequested(RunStopped):
-    """The training was asked to stop and has saved its state."""
+    """Raised when the training run was asked to stop and has saved its state."""
 
 
 def ask(folder: Path) -> None:
-    """Ask the training run in a stage's ``folder`` to stop."""
+    """Ask the training run in a stage's output ``folder`` to stop, by writing a file."""
     (folder / REQUEST).touch()
 
 
 def forget(folder: Path) -> None:
-    """Remove the files of an earlier stop request from the stage's folder."""
+    """Remove the files of an earlier stop request from the stage's output folder."""
     for name in (REQUEST, STOPPED):
         (folder / name).unlink(missing_ok=True)
 
 
 def is_asked(trainer: L.Trainer, folder: Path) -> bool:
-    """Return whether a stop was requested: rank 0 looks, and tells all ranks. A collective."""
+    """Return whether the training run was asked to stop. Rank 0 looks for the file, and tells all ranks. A
+    collective."""
     asked = trainer.is_global_zero and (folder / REQUEST).exists()
     return bool(trainer.strategy.broadcast(asked)) if trainer.world_size > 1 else asked

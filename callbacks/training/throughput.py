@@ -14,7 +14,8 @@ from rollout.trajectory import Trajectory
 
 
 class Throughput(L.Callback):
-    """Logs per training iteration (times are means over ranks, rates are sums unless noted; validation is excluded):
+    """Logs the seconds of each phase of a training iteration, and tokens and trajectories per second. Times are means
+    over ranks, rates are sums unless noted; validation is excluded:
 
     - ``time/train``: seconds in the training step;
     - ``time/rollout``: seconds of waiting for the batch (``time/data`` if the batch was not rolled out for this
@@ -85,7 +86,8 @@ class Throughput(L.Callback):
 
 
 def just_sampled(trainer: L.Trainer) -> bool:
-    """Return whether the batch was rolled out for this iteration (``data.just_sampled``; True without it)."""
+    """Return whether the training batch was rolled out for this iteration, according to the data module
+    (``data.just_sampled``; True without it)."""
     return getattr(data_module(trainer), "just_sampled", True)
 
 
@@ -95,7 +97,8 @@ def is_trajectories(batch: Any) -> bool:
 
 
 def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
-    """Return the cumulative seconds of every callback that has ``phase`` and ``seconds``."""
+    """Return the total seconds spent so far in each timed phase, by phase name. Timed callbacks have ``phase`` and
+    ``seconds``."""
     totals: dict[str, float] = {}
     for callback in callbacks_of(trainer):
         phase, seconds = getattr(callback, "phase", None), getattr(callback, "seconds", None)
@@ -105,7 +108,7 @@ def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
 
 
 def rollout_rate(batch: Sequence[Trajectory], rollout_s: float) -> float:
-    """Return the sampled tokens of all ranks per second of the slowest rank. A collective.
+    """Return how many tokens all ranks sampled per second of the slowest rank. A collective.
 
     Args:
         batch: this rank's trajectories, after the exchange between ranks.

@@ -20,7 +20,8 @@ LAST = 10  # iterations
 
 
 class TrainingTotals(L.Callback):
-    """Writes ``training.json`` in the stage folder after every iteration, before its checkpoint.
+    """Writes the totals of a training run (trajectories, calls, tokens, seconds) to ``training.json`` in the stage's
+    output folder. The file is written after every iteration, before its checkpoint.
 
     It holds sums over all iterations and ranks (``trajectories``, ``tool_calls``, ``calls/<tool>``,
     ``tokens_computed_total``, ``iterations``, ``seconds`` with validations), the means and shares of
@@ -80,7 +81,7 @@ class TrainingTotals(L.Callback):
             write_atomically(stage_dir(trainer) / TRAINING_FILE, content + "\n")
 
     def totals(self) -> dict[str, float]:
-        """Return the content of the file. Means without an observation are absent."""
+        """Return the content of ``training.json``, by name. Means without an observation are absent."""
         last = sum(self._last, RolloutMetrics())
         ratios = self._totals.ratios() | {
             "last_reward": (last.reward, last.rewarded),

@@ -60,7 +60,7 @@ class WeightSync(L.Callback):
         self._pushed: int | None = None
 
     def accept_data(self, data: Any) -> None:
-        """Refuse a data module without a rollout system, with ValueError, before an engine loads a model."""
+        """Raise ValueError if the data module has no rollout system, before an engine loads a model."""
         if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 f"WeightSync needs a data module with a rollout system, found {type(data).__name__}; "
@@ -105,7 +105,7 @@ class WeightSync(L.Callback):
         return self.during_training and getattr(trainer.datamodule, "samples_next", True)  # type: ignore[attr-defined]
 
     def push(self, trainer: L.Trainer, module: Any) -> None:
-        """Push the weights, unless the engine already has this version. A collective."""
+        """Push the policy's weights into the rollout engine, unless it already has this version. A collective."""
         version = trainer.global_step
         if self._pushed == version:
             return
@@ -124,7 +124,8 @@ class WeightSync(L.Callback):
         self.seconds += time.perf_counter() - start
 
     def _probe(self, trainer: L.Trainer, module: Any, version: int) -> float:
-        """Return the largest gap over all engines of all ranks. A collective."""
+        """Compare log-probs of the engines and the trainer on a fixed text, and return the largest difference over all
+        ranks. A collective."""
         rollouts = _rollouts(trainer)
         shared = rollouts.shares_engine
         answer: tuple[list[int], dict[str, Generation], str | None] = ([], {}, None)
@@ -142,7 +143,8 @@ class WeightSync(L.Callback):
         return self._judge(gather_objects(gaps)[:1] if shared else gather_objects(gaps), version)
 
     def _judge(self, gaps: list[dict[str, float]], version: int) -> float:
-        """Return the largest gap of all ranks. Raises ValueError if it exceeds the tolerance or is NaN."""
+        """Return the largest log-prob difference of all ranks. Raises ValueError if one exceeds the tolerance or is
+        NaN."""
         suffix = " of rank {}" if len(gaps) > 1 else ""
         named = {who + suffix.format(rank): gap for rank, own in enumerate(gaps) for who, gap in own.items()}
         bound = float("inf") if self.probe_tolerance is None else self.probe_tolerance
@@ -164,8 +166,8 @@ def _rollouts(trainer: L.Trainer) -> RolloutSystem:
 
 @torch.no_grad()
 def generation_gap(policy: torch.nn.Module, prompt_ids: list[int], generation: Generation) -> float:
-    """Return the largest absolute difference, in nats, between an engine's log-probs of its continuation of
-    ``prompt_ids`` and the policy's."""
+    """Return the largest absolute difference, in nats, between the engine's and the policy's log-probs of a generated
+    text. The text is the engine's continuation of ``prompt_ids``."""
     device = next(policy.parameters()).device
     ids = torch.tensor([[*prompt_ids, *generation.token_ids]], device=device)
     length, n = len(generation.token_ids), ids.shape[1]
