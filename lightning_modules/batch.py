@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 class RowTensors:
-    """Base of frozen dataclasses with one row per trajectory. Fields are tensors [B] or [B, T], other ``RowTensors`` of
-    the same rows, tuples of them, or None."""
+    """Base of frozen dataclasses of tensors with one row per trajectory, from which rows can be selected. Fields are
+    tensors [B] or [B, T], other ``RowTensors`` of the same rows, tuples of them, or None."""
 
     __slots__ = ()
 
     def rows(self, index: Sequence[int], length: int) -> Self:
-        """Select rows, and the first ``length`` columns of [B, T] tensors.
+        """Return a copy with the rows ``index``, and the first ``length`` columns of [B, T] tensors.
 
         An empty ``index`` selects a stand-in: one row of zeros with one column. It runs through every model and adds
         nothing to masked sums, so collectives match those of ranks that have more micro-batches.
@@ -65,8 +65,8 @@ def _taken(value: Any, index: Sequence[int], length: int) -> Any:
 
 
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
-    """Collect the per-token values [B, T] by field name, nested ones included. Integer tensors (numbers of turns) are
-    left out."""
+    """Return the per-token tensors [B, T] of a dataclass by field name, nested ones included. Integer tensors (numbers
+    of turns) are left out."""
     found: dict[str, Tensor] = {}
     for name, value in _fields(rows):
         for one in value if isinstance(value, tuple) else (value,):
@@ -79,7 +79,7 @@ def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(RowTensors):
-    """B trajectories as tensors; see the module docstring for the picture."""
+    """B trajectories as padded tensors. The module docstring shows a picture."""
 
     input_ids: Tensor  # [B, T] int64, right-padded with 0
     lengths: Tensor  # [B] int64, prompt + response
@@ -89,13 +89,13 @@ class TokenBatch(RowTensors):
 
     @property
     def response_mask(self) -> Tensor:
-        """1 from the first response token to the last, observations included; [B, T] float32."""
+        """Mask [B, T] float32 of the response: 1 from the first response token to the last, observations included."""
         position = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return ((position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])).to(self.mask.dtype)
 
 
 def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cpu") -> TokenBatch:
-    """Pad trajectories to one TokenBatch; without trajectories, to tensors without rows.
+    """Pad trajectories to one ``TokenBatch``, a row for each. Without trajectories the tensors have no rows.
 
     Raises:
         ValueError: if a trajectory is empty or has no prompt (its first token would have nothing to be predicted from).
@@ -118,14 +118,14 @@ def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cp
 
 
 def with_prompts(trajectories: Sequence[Trajectory], prompts: Sequence[Sequence[int]], like: TokenBatch) -> TokenBatch:
-    """Collate the responses of a batch with other prompts, on the device of ``like``. ``aligned`` moves values back to
-    the columns of the original batch."""
+    """Build a ``TokenBatch`` from the trajectories' responses and other prompts, on the device of ``like``. ``aligned``
+    moves values back to the columns of the original batch."""
     changed = [t.replace(prompt_ids=tuple(ids)) for t, ids in zip(trajectories, prompts, strict=True)]
     return collate(changed, like.input_ids.device)
 
 
 def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor:
-    """Move values of response tokens from their columns in ``source`` to those in ``target``.
+    """Move values of response tokens from their columns in batch ``source`` to those in batch ``target``.
 
     ``target`` has the same responses after other prompts. The result is 0 where ``target`` has no response token.
     """
@@ -138,7 +138,8 @@ def aligned(values_BT: Tensor, source: TokenBatch, target: TokenBatch) -> Tensor
 def micro_batches(
     lengths: Sequence[int], index: Sequence[int], token_budget: int, packed: bool = False
 ) -> list[list[int]]:
-    """Split rows ``index`` into micro-batches of at most ``token_budget`` tokens, padding included.
+    """Split the rows ``index`` into micro-batches (lists of row numbers) of at most ``token_budget`` tokens, padding
+    included.
 
     Rows are sorted by length to reduce padding; a row longer than the budget gets a micro-batch for itself. Packed rows
     have no padding: the longest first, each joins the first micro-batch with enough budget left. The split changes
@@ -182,12 +183,13 @@ def _first_fit(lengths: Sequence[int], index: Sequence[int], token_budget: int) 
 
 # ---------------------------------------------------------------------- forward passes over a batch
 class Scored:
-    """Base of model results. A field is None if the algorithm does not declare the model."""
+    """Base of dataclasses with the outputs of several models. A field is None if the algorithm does not declare the
+    model."""
 
     __slots__ = ()
 
     def require(self, name: str) -> Tensor:
-        """Return the field ``name``. Raises ValueError if no model has computed it."""
+        """Return the tensor in field ``name``. Raises ValueError if no model has computed it."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"no model has computed {name}; declare the model, or reads_old_logprobs")
@@ -196,7 +198,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class LogprobBatch(Scored, RowTensors):
-    """Results of the declared models on a rollout batch before the update; [B, T] float32, no gradient."""
+    """Log-probs, values and entropies of a rollout batch before the update; [B, T] float32, no gradient."""
 
     old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1, or None
     teacher_logprobs: Tensor | None = None  # of the distillation teacher, where batch.mask is 1
@@ -207,7 +209,7 @@ class LogprobBatch(Scored, RowTensors):
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutputs(Scored):
-    """Results of the trained models on one micro-batch, with gradient; [B, T] float32."""
+    """Log-probs, entropies and values of one micro-batch from the trained models, with gradient; [B, T] float32."""
 
     logprobs: Tensor  # where mask is 1, else 0
     entropy: Tensor  # nats, where mask is 1, else 0
@@ -217,7 +219,7 @@ class PolicyOutputs(Scored):
 def plan(
     batch: TokenBatch, index: Sequence[int], token_budget: int, packed: bool = False
 ) -> list[tuple[list[int], int]]:
-    """Split the rows ``index`` into micro-batches: (rows, length of the longest) each.
+    """Split the rows ``index`` into micro-batches, each given as (row numbers, length of the longest row).
 
     Every rank gets as many micro-batches as the rank that needs most, with empty ones last, so that collectives inside
     models stay equal. Every rank must call.
@@ -235,7 +237,8 @@ def score(
     leading: tuple[int, ...] = (),
     packed: bool = False,
 ) -> Tensor:
-    """Apply a function that returns [*leading, b, t] to every micro-batch, without gradient: [*leading, B, T].
+    """Apply a function to every micro-batch without gradient, and join the results to one tensor [*leading, B, T]. The
+    function returns [*leading, b, t].
 
     Every rank must call.
     """

@@ -13,7 +13,8 @@ Merge = Callable[[Iterable[float]], float]
 
 
 class StepMetrics:
-    """Collects means, deviations, totals, maxima and minima; ``reduce`` merges ranks and keeps the values."""
+    """Collects the metrics of one training step (means, deviations, totals, maxima, minima). ``reduce`` merges them
+    over ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
@@ -22,21 +23,22 @@ class StepMetrics:
         self._merged: dict[Merge, dict[str, list[Tensor | float]]] = {sum: {}, max: {}, min: {}}
 
     def __contains__(self, name: str) -> bool:
-        """Whether a mean of this name has been added."""
+        """Return whether a mean of this name has been added."""
         return name in self._sums
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to a ratio of sums. The sums stay on the device, so this does not wait for the accelerator."""
+        """Add to a mean metric, total / count. The sums stay on the device, so this does not wait for the
+        accelerator."""
         self._sums.setdefault(name, []).append((_detached(total), _detached(count)))
 
     def deviation(self, name: str, values: Tensor) -> None:
-        """Add values [n] to a standard deviation (n in the denominator)."""
+        """Add values [n] to a metric that is their standard deviation (n in the denominator)."""
         x = values.detach().double()
         moments = torch.stack([x.new_tensor(float(x.numel())), x.sum(), x.square().sum()])
         self._moments.setdefault(name, []).append(moments)
 
     def total(self, name: str, value: Tensor | float) -> None:
-        """Add to a sum over micro-batches and ranks; ranks that add nothing count as 0."""
+        """Add to a metric that is a sum over micro-batches and ranks. Ranks that add nothing count as 0."""
         self._merged[sum].setdefault(name, []).append(_detached(value))
 
     def maximum(self, name: str, value: Tensor | float) -> None:
@@ -46,7 +48,8 @@ class StepMetrics:
         self._merged[min].setdefault(name, []).append(_detached(value))
 
     def reduce(self) -> dict[str, float]:
-        """Merge over ranks (every rank must call). Means and deviations with count 0 on all ranks are left out."""
+        """Return all metrics by name, merged over ranks (every rank must call). Means and deviations with count 0 on
+        all ranks are left out."""
         sums = {k: (sum(float(s) for s, _ in v), sum(float(c) for _, c in v)) for k, v in self._sums.items()}
         moments = {k: torch.stack(v).sum(0).tolist() for k, v in self._moments.items()}
         merged = [{k: merge(map(float, v)) for k, v in values.items()} for merge, values in self._merged.items()]

@@ -45,7 +45,8 @@ def prefixes(trajectories: Iterable[Trajectory], environment: EnvironmentFactory
 
 
 def choose(of_a_kind: Sequence[Prefix], count: int) -> list[Prefix]:
-    """Choose at most ``count`` prefixes of trajectories in a pseudo-random order that depends only on their names."""
+    """Choose at most ``count`` prefixes of trajectories in a pseudo-random order that depends only on task, attempt and
+    turn."""
 
     def key(prefix: Prefix) -> bytes:
         trajectory, turn = prefix

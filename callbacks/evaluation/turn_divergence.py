@@ -45,8 +45,8 @@ def has_turns(trajectory: Trajectory) -> bool:
 
 
 class TurnDivergence(EvaluationHooks):
-    """After a test, measures how far a teacher's log-probs differ from the student's on each turn of its trajectories
-    (``pl_module.turn_divergences``).
+    """After a test, measures how far a teacher's log-probs differ from the model's on each turn of the test's
+    trajectories (``pl_module.turn_divergences``).
 
     Writes, in the stage folder, ``evaluation/turns.parquet`` (a row per turn, see ``turn_scores.TurnScore``) and the
     trajectories (``evaluation/scored_trajectories.parquet``, for ``rollout.storage.load_trajectories``); logs

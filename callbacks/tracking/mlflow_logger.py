@@ -35,7 +35,7 @@ RETRY_S = 30  # shortest time from a failed attempt to the next one
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank 0. Lightning keeps the rank in an attribute of this decorator."""
+    """Return whether this process is rank 0. Lightning keeps the rank in an attribute of ``rank_zero_only``."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 

@@ -45,7 +45,7 @@ def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str
 
 
 def heading(kind: str, trajectory: Trajectory) -> str:
-    """Return the heading of a trajectory's page, such as ``best: EM 1, answer``. Where the reward has a success, it
+    """Return the heading of a trajectory on a page, such as ``best: EM 1, answer``. Where the reward has a success, it
     replaces EM."""
     row = row_of(trajectory)
     success = row.reward_parts.get("success")

@@ -23,7 +23,7 @@ class StopRequested(RunStopped):
 
 
 def ask(folder: Path) -> None:
-    """Ask the training run in a stage's output ``folder`` to stop, by writing a file."""
+    """Ask the training run in a stage's output ``folder`` to stop, by creating a file there."""
     (folder / REQUEST).touch()
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class HardAttribution(AdvantageTransform):
-    """Gives a token that d branches share the mean of their advantages, on each copy.
+    """Gives each token that several branches share the mean of these branches' advantages, on every copy (ARPO's hard
+    attribution).
 
     Without this (soft attribution) each copy has its own trajectory's advantage. Both have the same gradient while all
     ratios are 1, every token weighs the same (``token_mean``) and one optimiser step sees all copies
@@ -48,7 +49,7 @@ class HardAttribution(AdvantageTransform):
 
 
 class EntropyScaling(AdvantageTransform):
-    """AEPO's advantage: ``A_t (1 + weight z_t)``.
+    """Scales the advantage of each token by the policy's entropy there: ``A_t (1 + weight z_t)`` (AEPO).
 
     z is the entropy of pi_old at t, standardised over the model's tokens of the whole rollout batch and all ranks. The
     released code standardises over each micro-batch, so its gradient depends on the split; with its shipped
@@ -69,5 +70,6 @@ class EntropyScaling(AdvantageTransform):
 
 
 def forks_of(trajectories: Sequence[Trajectory]) -> dict[Member, tuple[int, int]]:
-    """Map each branch (group, index) to its parent's index and the number of response tokens it copied."""
+    """Return the origin of each branched trajectory, as {(group, index): (parent's index, number of copied response
+    tokens)}."""
     return {(t.group, t.index): (t.fork.parent, t.fork.at) for t in trajectories if t.fork is not None}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Protocol):
-    """Attributes of an algorithm that its advantage transforms may read. Only ``GRPO`` and ``PPO`` have the options of
-    the policy loss."""
+    """The attributes of an algorithm (such as GRPO) that its advantage transforms may use. Only ``GRPO`` and ``PPO``
+    have the options of the policy loss."""
 
     advantage_transforms: list[AdvantageTransform]
     metrics: StepMetrics
@@ -67,7 +67,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The batch of an iteration, before its first update."""
+    """The rollout batch of an iteration before its first optimiser step: trajectories, token tensors and log-probs."""
 
     algorithm: Algorithm
     trajectories: Sequence[Trajectory]  # the rows of ``batch``
@@ -77,7 +77,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch in the forward pass of the update."""
+    """A micro-batch after the policy's forward pass: outputs with gradient, old log-probs and token weights."""
 
     algorithm: Algorithm
     outputs: PolicyOutputs  # with gradient
@@ -86,7 +86,8 @@ class MicroBatch:
 
 
 class ConfigRepr:
-    """An object that YAML makes by ``class_path``; checkpoints keep its constructor's arguments as text."""
+    """Base of objects that YAML creates by ``class_path``. Their ``repr`` shows the constructor's arguments, which
+    checkpoints keep as text."""
 
     def __repr__(self) -> str:
         options = {name: value for name, value in vars(self).items() if not name.startswith("_")}
@@ -94,19 +95,21 @@ class ConfigRepr:
 
 
 def per_turn_prompts(data: Any) -> bool:
-    """Tell whether the data module's protocol renders a prompt for every turn; each turn is then a row."""
+    """Return whether the data module's protocol renders a new prompt for every turn. Each turn is then a row of the
+    batch."""
     return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
 
 
 def validate_choice(name: str, value: Any, choices: Any) -> Any:
-    """Return ``value`` if it is one of the choices of a Literal. Raises ValueError otherwise."""
+    """Check that ``value`` is one of the choices of a ``Literal`` type, and return it. Raises ValueError otherwise."""
     if value not in get_args(choices):
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(get_args(choices))}")
     return value
 
 
 class AdvantageTransform(ConfigRepr):
-    """Changes the advantages of tokens or adds a loss. Algorithms call the hooks in the order of their list.
+    """Base of transforms that change the advantages of tokens or add a loss. Algorithms call the hooks in the order of
+    their list.
 
     All transforms first ``assign_credit``: they share out the outcome among the tokens. Then all ``transform`` the
     result: they add signals other than the outcome. Every hook does nothing here; those that score or log run on every
@@ -120,42 +123,48 @@ class AdvantageTransform(ConfigRepr):
     replaces_credit = False  # whether ``assign_credit`` drops the credit that earlier transforms assigned
 
     def check(self, algorithm: Algorithm) -> None:
-        """Refuse options of the algorithm that conflict with the transform; called during construction."""
+        """Refuse options of the algorithm that conflict with this transform. Called during construction."""
 
     def check_single(self, algorithm: Algorithm, kind: type[AdvantageTransform], instead: str) -> None:
-        """Refuse a second transform of a kind: both would use the same model of the algorithm."""
+        """Raise ValueError if the algorithm has several transforms of ``kind``. All of them would use the same model of
+        the algorithm."""
         if (count := sum(isinstance(other, kind) for other in algorithm.advantage_transforms)) > 1:
             raise ValueError(f"advantage_transforms: {count} are a {kind.__name__}; expected at most one; {instead}")
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse a data module before any model loads, see ``OnPolicyModule.check_data``."""
+        """Refuse a data module that this transform cannot learn from, before any model loads
+        (``OnPolicyModule.check_data``)."""
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
-        """Folder and type of each frozen model, by the algorithm's attribute. Two kinds of transforms never share an
-        attribute."""
+        """Return the folder and dtype of each frozen model that the transform needs, by the algorithm's attribute. Two
+        kinds of transforms never share an attribute."""
         return {}
 
     def build(self, algorithm: Algorithm) -> None:
-        """Load the frozen models as attributes of the algorithm, so that one DeepSpeed engine shards them all."""
+        """Load the transform's frozen models as attributes of the algorithm, so that one DeepSpeed engine shards them
+        all."""
         for name, (folder, dtype) in self.frozen_models(algorithm).items():
             setattr(algorithm, name, algorithm.load_frozen(folder, dtype))
 
     def teacher_logprobs(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
     ) -> Tensor | None:
-        """Log-probs [B, T] for ``LogprobBatch.teacher_logprobs``, or None without a teacher."""
+        """Return the teacher's log-probs [B, T] of the sampled tokens (``LogprobBatch.teacher_logprobs``), or None
+        without a teacher."""
         return None
 
     def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        """Return the outcome's advantages [B, T]."""
+        """Share out the outcome's advantages [B, T] among the tokens, and return them. The default changes nothing."""
         return advantages
 
     def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
-        """Return the advantages [B, T] to learn from, and the tensors that ``loss`` or trajectory pages read."""
+        """Return the advantages [B, T] to learn from, and the tensors (or None) that ``loss`` or trajectory pages
+        read."""
         return advantages, None
 
     def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
-        """Return a loss to add to the policy's, summed over a micro-batch's tokens times their weights.
+        """Return a loss to add to the policy's loss, or None. It is a sum over the micro-batch's tokens times their
+        weights.
 
         Args:
             micro: outputs of the policy, and the weights.
@@ -164,7 +173,7 @@ class AdvantageTransform(ConfigRepr):
         return None
 
     def after_update(self, algorithm: Algorithm) -> None:
-        """Run after the last optimiser step of an iteration."""
+        """Hook that runs after the last optimiser step of an iteration, for example to update a moving average."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the transform's state to a checkpoint."""
@@ -174,7 +183,7 @@ class AdvantageTransform(ConfigRepr):
 
 
 def check_transforms(algorithm: Algorithm) -> None:
-    """Refuse transforms that have no effect, that cancel another transform, or that compare groups in an algorithm
+    """Refuse advantage transforms that have no effect, that cancel another one, or that compare groups in an algorithm
     without groups."""
     lost: list[str] = []  # names of earlier transforms that assign credit
     for transform in algorithm.advantage_transforms:

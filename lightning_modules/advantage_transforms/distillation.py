@@ -50,7 +50,7 @@ SHOWN_TURNS = 8  # turns with metrics of their own; the last turn has metrics, t
 
 # ---------------------------------------------------------------------- values of turns: torch only, no gradient
 def turn_starts(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """Mark the first token of each turn that has any, so that adjacent turns stay separate [B, T] bool."""
+    """Return a mask [B, T] bool of the first sampled token of each turn. It keeps adjacent turns separate."""
     starts = torch.zeros(batch.input_ids.shape, dtype=torch.bool)
     for row, t in enumerate(trajectories):
         starts[row, [len(t.prompt_ids) + turn.start for turn in t.turns if turn.end > turn.start]] = True
@@ -58,7 +58,7 @@ def turn_starts(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor
 
 
 def turn_index(mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
-    """Number each token's turn [B, T] int64: 0 where the mask is 0, else 1..K.
+    """Return the number of each token's turn [B, T] int64: 1..K for sampled tokens, 0 where the mask is 0.
 
     A turn begins where the mask changes from 0 to 1, and at every token marked by ``starts_BT``. Without
     ``starts_BT``, adjacent turns count as one.
@@ -75,7 +75,7 @@ def turn_index(mask_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
 
 
 def turn_means(values_BT: Tensor, turns_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Average over each turn's tokens, and count them; both [B, K] float32, summed in float64.
+    """Return the mean value and the number of tokens of each turn, both [B, K] float32, summed in float64.
 
     Values outside of turns may be anything, NaN included.
     """
@@ -90,12 +90,12 @@ def turn_means(values_BT: Tensor, turns_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spread_turns(values_BK: Tensor, turns_BT: Tensor) -> Tensor:
-    """Give every token the value of its turn [B, T]; 0 outside of turns."""
+    """Copy the value of each turn [B, K] to all of its tokens. Returns [B, T], 0 outside of turns."""
     return torch.nn.functional.pad(values_BK, (1, 0)).gather(1, turns_BT)
 
 
 def last_turn(values_BK: Tensor, tokens_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value of each row's last turn [B], and which rows have a turn [B] bool."""
+    """Return the value of each row's last turn [B], and a mask of the rows that have a turn [B] bool."""
     count = (tokens_BK > 0).sum(1)
     if tokens_BK.shape[1] == 0:
         return tokens_BK.new_zeros(len(tokens_BK)), count > 0
@@ -104,7 +104,8 @@ def last_turn(values_BK: Tensor, tokens_BK: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TurnDivergences:
-    """Distances between student S and teacher T on each turn; [B, K] float32, 0 where a row has no such turn."""
+    """Distances between the log-probs of student S and teacher T on each turn; [B, K] float32, 0 where a row has no
+    such turn."""
 
     absolute: Tensor  # d_k: mean |S - T| of log-probs, nats
     signed: Tensor  # mean T - S, nats; above 0 where the teacher prefers the tokens
@@ -127,7 +128,8 @@ def divergence_ratios(
     floor: float = 0.0,
     gather: Gather = lambda values: values,
 ) -> Tensor:
-    """SOD's weight of each turn [B, K], 0 where a row has no such turn (eq. 7, telescoped)::
+    """Return SOD's weight of each turn [B, K], which falls as student and teacher diverge (eq. 7, telescoped). It is 0
+    where a row has no such turn::
 
         w_1 = 1        w_k = max(floor, min((d_ref + epsilon) / (d_k + epsilon), 1 + delta))
 
@@ -166,7 +168,7 @@ def divergence_ratios(
 # ---------------------------------------------------------------------- weights of turns
 @dataclass(frozen=True, slots=True)
 class TurnInputs:
-    """Inputs of a ``TurnWeighting``."""
+    """What a ``TurnWeighting`` (factor of the teacher's signal on each turn) may read."""
 
     trajectories: Sequence[Trajectory]
     divergences: TurnDivergences  # of student and teacher
@@ -174,18 +176,19 @@ class TurnInputs:
 
 
 class TurnWeighting(ConfigRepr):
-    """A factor of the teacher's signal on each turn of a trajectory."""
+    """Base of weightings: factors of the teacher's signal on each turn of a trajectory."""
 
     compares_turns = False  # whether it reads several turns of a trajectory, which must then be one row
     reads_advantages = False
 
     def __call__(self, inputs: TurnInputs) -> Tensor:
-        """Return [B, K] or [B, 1]. Every rank must call."""
+        """Return the factor of each turn [B, K], or one for all turns of a row [B, 1]. Every rank must call."""
         raise NotImplementedError
 
 
 class DivergenceRatio(TurnWeighting):
-    """SOD's weights: ``w_1 = 1, w_k = min((d_1 + epsilon) / (d_k + epsilon), 1 + delta)``, see ``divergence_ratios``.
+    """Weights the teacher's signal on each turn by SOD's ratio of divergences (``divergence_ratios``): ``w_1 = 1, w_k =
+    min((d_1 + epsilon) / (d_k + epsilon), 1 + delta)``.
 
     Args:
         delta: how far above 1 a turn's weight may get; null for no bound.
@@ -214,7 +217,8 @@ class DivergenceRatio(TurnWeighting):
 
 
 class IncorrectOnly(TurnWeighting):
-    """DGPO's selective KL (docs/papers/dgpo.md 2.2): 0 for correct trajectories, 1 for the others.
+    """Applies the teacher's signal to incorrect trajectories only: weight 0 for correct trajectories, 1 for the others.
+    This is DGPO's selective KL (docs/papers/dgpo.md 2.2).
 
     A trajectory is correct if its reward part ``em`` (without one, its total reward) is at least ``success_threshold``.
 
@@ -232,8 +236,8 @@ class IncorrectOnly(TurnWeighting):
 
 
 class AdvantageGate(TurnWeighting):
-    """``beta_min + (beta_max - beta_min) sigmoid(-beta_gamma A)``: distil more from failed trajectories (the other
-    branch of SOD's released code).
+    """Weights the teacher's signal more where the advantage A is low: ``beta_min + (beta_max - beta_min)
+    sigmoid(-beta_gamma A)``. This is the other branch of SOD's released code.
 
     Args:
         beta_min: weight of a trajectory that is far better than its group.
@@ -258,7 +262,8 @@ class AdvantageGate(TurnWeighting):
 
 
 class DecayAfterError(TurnWeighting):
-    """``decay`` to the power k - k_err from the first erroneous turn k_err on, else 1.
+    """Lets the teacher's signal decay after the first erroneous turn k_err. The weight of turn k is ``decay`` to the
+    power k - k_err, and 1 before the error.
 
     A turn is erroneous if its action is invalid, or if one of its calls was refused, failed or timed out
     (``trajectory_metrics.first_error``).
@@ -277,7 +282,7 @@ class DecayAfterError(TurnWeighting):
 
 
 class MaskAfterError(TurnWeighting):
-    """0 after the first erroneous turn (see ``DecayAfterError``), else 1."""
+    """Removes the teacher's signal after the first erroneous turn (see ``DecayAfterError``): weight 0 there, else 1."""
 
     compares_turns = True
 
@@ -286,14 +291,14 @@ class MaskAfterError(TurnWeighting):
 
 
 def turns_after_error(inputs: TurnInputs) -> Tensor:
-    """Count the turns since the first erroneous turn [B, K]: 0 for that turn, negative before it, -inf in rows without
-    an error."""
+    """Return how many turns each turn is after the first erroneous one [B, K]: 0 for that turn, negative before it,
+    -inf in rows without an error."""
     errors = inputs.divergences.tokens.new_tensor([_error_turn(t) for t in inputs.trajectories])[:, None]
     return torch.arange(1, inputs.divergences.tokens.shape[1] + 1, device=errors.device)[None] - errors
 
 
 def _error_turn(trajectory: Trajectory) -> float:
-    """Number (from 1) of the first erroneous turn among those with tokens; inf without one."""
+    """Return the number (from 1) of the first erroneous turn, counting only turns with tokens; inf without one."""
     turn = first_error(trajectory)
     if turn is None:
         return float("inf")
@@ -302,7 +307,7 @@ def _error_turn(trajectory: Trajectory) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WeightedTurns:
-    """Distances between student and teacher on each turn, and the weights of the signal."""
+    """Distances between student and teacher on each turn, and the weights of the teacher's signal."""
 
     divergences: TurnDivergences
     weights: Tensor  # [B, K], 0 where a row has no such turn
@@ -318,7 +323,8 @@ def weigh_turns(
     teacher: Tensor,
     advantages: Tensor | None = None,
 ) -> WeightedTurns:
-    """Multiply all weights, by turn and by token. Every rank must call.
+    """Compute the weight of the teacher's signal on each turn and token: the product of all ``weights``. Every rank
+    must call.
 
     Raises:
         ValueError: a weight compares turns, but each turn is a row.
@@ -335,7 +341,7 @@ def weigh_turns(
 
 
 def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
-    """Refuse weights that compare the turns of a trajectory where each turn is a row."""
+    """Raise ValueError if a weighting compares the turns of a trajectory, but each turn is a row of the batch."""
     if by_turn and (names := [type(weight).__name__ for weight in weights if weight.compares_turns]):
         raise ValueError(
             f"{', '.join(names)} compares the turns of a trajectory, but every turn has its own prompt and is a row; "
@@ -346,14 +352,15 @@ def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
 # ---------------------------------------------------------------------- the signal
 @dataclass(frozen=True, slots=True)
 class DistillationInputs(RowTensors):
-    """Values of ``Distillation`` that trajectory pages show; [B, T] float32, 0 where the mask is 0."""
+    """Values per token that ``Distillation`` keeps for trajectory pages; [B, T] float32, 0 where the mask is 0."""
 
     opd_weights: Tensor  # of the token's turn
     opd_advantages: Tensor  # what the distillation added to the advantages
 
 
 class Distillation(AdvantageTransform):
-    """``A_t += coef w (T_t - S_t)``: S, T the log-probs of student (before the update) and teacher.
+    """Adds a teacher's log-ratio of each sampled token to its advantage: ``A_t += coef w (T_t - S_t)``. S and T are the
+    log-probs of student (before the update) and teacher.
 
     The signal is an advantage without gradient. Its policy gradient is that of the reverse KL; the gradient of the
     sampled log-ratio itself is 0 on average. The signal stays fixed during the optimiser steps of an iteration, and a
@@ -401,7 +408,8 @@ class Distillation(AdvantageTransform):
         algorithm.teacher_path = self.teacher
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse rows whose turns cannot be compared, and a teacher server that is missing or reads other token ids."""
+        """Refuse a data module whose turns cannot be compared, and a teacher server that is missing or reads other
+        token ids."""
         check_rows(self.weights, per_turn_prompts(data))
         if self.server is not None:
             budgets = getattr(getattr(data, "rollouts", None), "budgets", None)

@@ -35,7 +35,8 @@ from lightning_modules.maths.turn_advantages import gigpo_advantages, turn_advan
 
 
 class Signal(NamedTuple):
-    """One row of the table. T and S are the log-probs of teacher and student, A is the advantage, w a weight."""
+    """One row of the table of learning signals. T and S are the log-probs of teacher and student, A is the advantage, w
+    a weight."""
 
     formula: str
     added_by: type
@@ -64,7 +65,7 @@ SIGNALS: dict[str, Signal] = BY_TURN | BY_TOKEN
 
 
 def table() -> str:
-    """Return ``SIGNALS`` as a Markdown table."""
+    """Return the table of all learning signals (``SIGNALS``) as Markdown text."""
     lines = ["| signal | per | formula | class | computed in |", "|---|---|---|---|---|"]
     for name, signal in SIGNALS.items():
         per = "turn" if name in BY_TURN else "token"

@@ -31,7 +31,8 @@ Gate = Literal["gap", "entropy", "soft_or", "none"]
 
 
 class SkillLoss(SkillTeacher):
-    """An auxiliary loss from the self-teacher, ``skills_coef`` times its mean over the tokens like the policy's loss.
+    """Base of auxiliary losses from a self-teacher: the policy with skills (advice texts) in its prompt. The loss is
+    averaged over the tokens like the policy's loss, and multiplied by ``skills_coef``.
 
     The correction for the sampler (``importance_cap``, ``mask_ratio``) applies to GRPO's loss only.
     """
@@ -54,12 +55,13 @@ class SkillLoss(SkillTeacher):
         return self.skills_coef * aux
 
     def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
-        """Return the loss summed over a micro-batch's tokens times ``weights.aggregation`` [B, T], with gradient."""
+        """Return the auxiliary loss, with gradient: a sum over the micro-batch's tokens times ``weights.aggregation``
+        [B, T]."""
         raise NotImplementedError
 
 
 class GatedSkills(SkillLoss):
-    """SDAR: a gated loss on every sampled token, from a self-teacher T with skills in its prompt::
+    """SDAR's gated loss on every sampled token, from a self-teacher T with skills (advice texts) in its prompt::
 
         Delta = sg(T - S)                          S: the student of this forward pass
         g     = sigmoid(beta Delta)                gate: gap; see ``gates.gate`` for entropy and soft_or
@@ -155,7 +157,8 @@ class GatedSkills(SkillLoss):
 
 
 class SkillImportanceKL(SkillLoss):
-    """Skill-SD (arXiv 2604.10674) as SDAR runs it: the importance-weighted k3 to the self-teacher.
+    """Skill-SD's loss: an importance-weighted k3 estimate of the KL to the self-teacher (arXiv 2604.10674, as SDAR runs
+    it).
 
     The ratio to the trainer's old log-probs keeps its gradient (``self_distillation.skill_sd_loss``). The released code
     only logs its warm-down, which is left out here.
@@ -167,7 +170,8 @@ class SkillImportanceKL(SkillLoss):
 
 
 class SkillShares(SkillTeacher):
-    """RLSD (arXiv 2604.03128) as SDAR runs it: the teacher shares out the advantage among the tokens of a turn.
+    """Lets the self-teacher share out the advantage among the tokens of a turn (RLSD, arXiv 2604.03128, as SDAR runs
+    it).
 
     A token never changes the sign of its advantage (``advantages.rlsd_advantages``). It adds no loss.
 

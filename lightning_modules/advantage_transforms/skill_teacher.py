@@ -35,7 +35,8 @@ TeacherWeights = Literal["current", "ema", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class SkillInputs(RowTensors):
-    """Log-probs of the self-teacher; [B, T], 0 where the mask is 0."""
+    """The self-teacher's log-probs of the sampled tokens, and the numbers of their turns; [B, T], 0 where the mask is
+    0."""
 
     skill_teacher_logprobs: Tensor  # of the sampled tokens after the prompt with skills
     turns: Tensor  # int64, the number of the token's turn from 1
@@ -43,7 +44,8 @@ class SkillInputs(RowTensors):
 
 
 class SkillTeacher(AdvantageTransform):
-    """Base of the transforms that use a self-teacher's log-probs (``skill_signals.py``).
+    """Base of transforms that learn from a self-teacher: the policy with skills (advice texts) in its prompt
+    (``skill_signals.py``).
 
     The teacher never generates. It scores the student's response ids after the student's prompt with skills in the
     user's turn. The rollout system's protocol renders that prompt again, from the same task and turns, with the history
@@ -92,7 +94,8 @@ class SkillTeacher(AdvantageTransform):
         self.check_single(algorithm, SkillTeacher, "take the signal of one self-teacher")
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse skills that are too long, tasks unknown to the retriever, and data modules without a protocol."""
+        """Refuse skills (advice texts) that are too long, tasks unknown to their retriever, and data modules without a
+        protocol."""
         if not self.learns:
             return
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
@@ -148,7 +151,7 @@ class SkillTeacher(AdvantageTransform):
     def _prompts(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory]
     ) -> tuple[dict[str, Injection], list[Sequence[int]]]:
-        """Return the teacher's skills by group, and its prompts by row."""
+        """Return the skills (advice texts) chosen for each group, and the ids of the teacher's prompt for each row."""
         injections: dict[str, Injection] = {}
         prompts: list[Sequence[int]] = []
         for t in trajectories:
@@ -163,11 +166,12 @@ class SkillTeacher(AdvantageTransform):
     def with_teacher(
         self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
     ) -> tuple[Tensor, SkillInputs]:
-        """Return advantages and inputs, given the teacher's log-probs. No gradient. Every rank must call."""
+        """Return the advantages and the inputs of ``loss``, given the self-teacher's log-probs. No gradient. Every rank
+        must call."""
         return advantages, inputs
 
     def prompt_with_skills(self, algorithm: Algorithm, trajectory: Trajectory, skills: str) -> Sequence[int]:
-        """Render the teacher's prompt for the response of a row or trajectory, as ids.
+        """Return the ids of the teacher's prompt, which contains ``skills``, for the response of a row or trajectory.
 
         Raises:
             ValueError: the student read a prompt that the protocol does not render.
@@ -202,7 +206,8 @@ class SkillTeacher(AdvantageTransform):
         return self.skills.inject(task, text, self._count)
 
     def _update_retriever(self, trajectories: Sequence[Trajectory], injections: dict[str, Injection]) -> None:
-        """Give the retriever the outcome of every episode: the reward part ``success``, else the reward."""
+        """Report the outcome of every episode to the skills' retriever: the reward part ``success``, else the
+        reward."""
         episodes = {(t.group, t.index): t for t in trajectories}
         pairs = []
         for t in episodes.values():

@@ -30,18 +30,19 @@ TEMPLATES: dict[str, str] = {
 
 
 class TeacherPrompts(ConfigRepr):
-    """Prompts that the teacher reads instead of the student's; the responses stay as they were sampled."""
+    """Base of prompts that a teacher reads instead of the student's. The responses stay as they were sampled."""
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse a data module whose prompts cannot be rendered."""
+        """Refuse a data module for which the teacher's prompts cannot be rendered."""
 
     def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int]]:
-        """Return the ids of the prompt before each response."""
+        """Return the ids of the teacher's prompt for each trajectory."""
         raise NotImplementedError
 
 
 class PrivilegedPrompts(TeacherPrompts):
-    """Adds the answer or a hint to the student's question; the rollout system's protocol renders the prompt.
+    """Adds the answer or a hint to the question that the teacher reads. The rollout system's protocol renders the
+    prompt.
 
     Args:
         privilege: addition to the prompt: answer (the task's first golden answer) or hint (``metadata["hint"]``).
@@ -78,7 +79,8 @@ class PrivilegedPrompts(TeacherPrompts):
                 raise ValueError(f"task {task.id} of {task.data_source}, told the {self.privilege}: {error}") from error
 
     def privileged(self, task: Task) -> Task:
-        """Put the task's question into the template, and the last user message of its prompt if it has one.
+        """Return the task as the teacher reads it: its question, filled into the template with the answer or hint. If
+        the task has a prompt, its last user message is filled in, too.
 
         Raises:
             ValueError: the task has no answer or hint.
@@ -127,8 +129,8 @@ class PrivilegedPrompts(TeacherPrompts):
 def after_prompts(
     score: Any, prompts: Sequence[Sequence[int]] | None, trajectories: Sequence[Trajectory], batch: TokenBatch
 ) -> Tensor:
-    """Compute log-probs of the responses when the model reads other prompts (None: the responses' own prompts). The
-    results are aligned with ``batch``."""
+    """Return log-probs [B, T] of the responses after other prompts (None: the responses' own prompts). They are aligned
+    with the tokens of ``batch``."""
     if prompts is None:
         return score(batch)
     read = with_prompts(trajectories, prompts, batch)

@@ -35,7 +35,7 @@ class TurnRow:
 
     @property
     def invalid(self) -> bool:
-        """Whether the action breaks the protocol's format. As released, an inadmissible action is valid."""
+        """Whether the turn's action breaks the protocol's format. As released, an inadmissible action is valid."""
         return self.turn.action.kind is ActionKind.INVALID or not self.turn.action.well_formed
 
     @property
@@ -47,7 +47,7 @@ class TurnRow:
 
     @property
     def anchor(self) -> str:
-        """The state that GiGPO compares: the environment's text before this turn, without history."""
+        """The environment's text before this turn, without history: the state by which GiGPO compares turns."""
         if self.number == 0:
             return self.episode.task.question
         before = [call.result.text for call in self.episode.calls if call.turn == self.number - 1]
@@ -57,7 +57,7 @@ class TurnRow:
 
 
 def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
-    """Iterate over the turns of all rows; a row is a whole trajectory or one of its turns."""
+    """Yield a ``TurnRow`` for each turn with tokens, row by row. A row is a whole trajectory or one of its turns."""
     for row, t in enumerate(trajectories):
         kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
         for column, (k, turn) in enumerate(kept):
@@ -65,7 +65,7 @@ def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """Number each token's turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
+    """Return the number of each token's turn in its episode, from 1 [B, T] int64; 0 where the mask is 0."""
     index = turn_index(batch.mask, turn_starts(trajectories, batch))
     numbers = torch.zeros((len(trajectories), int(index.max()) + 1 if index.numel() else 1), dtype=torch.int64)
     for turn in turns_by_row(trajectories):
@@ -74,7 +74,7 @@ def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tenso
 
 
 class TurnAdvantages(AdvantageTransform):
-    """Replaces the group's advantages by one advantage per turn::
+    """Replaces the advantages of whole trajectories by one advantage per turn::
 
         score = return of the episode - invalid_coef [the turn's action was invalid]
         A     = (score - mean) / (unbiased std + 1e-6)        of its group; the same on every token of the turn
@@ -116,7 +116,7 @@ class TurnAdvantages(AdvantageTransform):
         return spread_turns(table.to(batch.mask.device), index) * batch.mask
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
-        """Compute the advantage of each turn [R]; override for another comparison."""
+        """Return the advantage of each turn [R]. Override this method for another comparison."""
         rewards = [turn.episode.reward.total for turn in turns if turn.episode.reward is not None]
         returns = torch.tensor(rewards, dtype=torch.float64)  # whole numbers would become integers
         groups = [turn.episode.group for turn in turns]
@@ -127,8 +127,8 @@ class TurnAdvantages(AdvantageTransform):
 
 
 class StateAdvantages(TurnAdvantages):
-    """GiGPO (arXiv 2505.10978): also compares each turn with the group's other turns from the same state, see
-    ``turn_advantages.gigpo_advantages``.
+    """Compares each turn with its group, and with the group's other turns from the same state. This is GiGPO (arXiv
+    2505.10978), see ``turn_advantages.gigpo_advantages``.
 
     Also logged: ``train/states_met_again`` (share of turns whose state another turn of the group shares).
 

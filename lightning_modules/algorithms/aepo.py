@@ -9,7 +9,8 @@ from lightning_modules.algorithms.grpo import GRPO
 
 
 class AEPO(GRPO):
-    """ARPO that learns more from uncertain tokens. The sampler implements the rollout half of the method::
+    """ARPO with larger advantages for tokens at which the policy is uncertain. The sampler implements the rollout half
+    of the method::
 
         A~_t = A_t (1 + entropy_weight z_t)        z: entropy of pi_old at t, standardised, see ``EntropyScaling``
         clip_balanced: a token above 1 + clip_high with A > 0 keeps the gradient factor 1 + clip_high, not 0

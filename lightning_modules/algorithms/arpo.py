@@ -12,7 +12,8 @@ Attribution = Literal["soft", "hard"]
 
 
 def attributed(attribution: Attribution) -> list[AdvantageTransform]:
-    """Return the advantage transforms of an attribution. Raises ValueError if it is unknown."""
+    """Return the advantage transforms for ``attribution``, which is soft (none) or hard. Raises ValueError if it is
+    unknown."""
     return [HardAttribution()] if validate_choice("attribution", attribution, Attribution) == "hard" else []
 
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 class ColdStartKD(SupervisedModule):
-    """DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in docs/papers/dgpo.md 1.2)::
+    """Cold-start distillation: cross-entropy on a teacher's trajectories plus a divergence to the teacher. This is
+    DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in docs/papers/dgpo.md 1.2)::
 
         L = 1/N sum_t m_t [ ce_coef * (-log pi_S(y_t | h_t)) + kl_coef * D(pi_T(. | h_t), pi_S(. | h_t)) ]
 
@@ -125,7 +126,8 @@ class ColdStartKD(SupervisedModule):
             checkpoint["taid"] = {name: getattr(self.taid, name) for name in self.taid.STATE}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint is of another model, or lacks a needed state of TAID."""
+        """Restore the state of the TAID schedule. Raises ValueError if the checkpoint is of another model, or lacks
+        this state."""
         super().on_load_checkpoint(checkpoint)
         if self.taid is None:
             return
@@ -173,7 +175,8 @@ def kd_columns(
     divergence: Divergence,
     temperature: float,
 ) -> Tensor:
-    """Compute [n, 4]: cross-entropy, the divergence, the forward KL (for the log, no gradient), token accuracy."""
+    """Return four values per token [n, 4]: cross-entropy, divergence, forward KL (for the log, no gradient) and
+    accuracy."""
     with torch.no_grad():
         teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
     student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)

@@ -9,7 +9,7 @@ from lightning_modules.maths.turn_advantages import Statistics, TurnNorm
 
 
 class EpisodeGRPO(GRPO):
-    """GRPO with one advantage per turn, see ``TurnAdvantages``.
+    """GRPO with one advantage per turn instead of one per trajectory, see ``TurnAdvantages``.
 
     Args:
         policy: Hugging Face folder to start from.
@@ -24,7 +24,7 @@ class EpisodeGRPO(GRPO):
 
 
 class GiGPO(GRPO):
-    """EpisodeGRPO that also compares turns from the same state, see ``StateAdvantages``.
+    """GRPO with one advantage per turn that also compares turns from the same state, see ``StateAdvantages``.
 
     Args:
         policy: Hugging Face folder to start from.

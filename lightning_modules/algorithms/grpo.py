@@ -134,12 +134,14 @@ class GRPO(OnPolicyModule):
             raise ValueError("use_grpo is false, and no advantage transform teaches anything: nothing to learn")
 
     def check_data(self, data: Any) -> None:
-        """Refuse groups without a comparison."""
+        """Refuse a data module whose groups have one trajectory, if the algorithm compares the trajectories of a
+        group."""
         super().check_data(data)
         self.check_samples(getattr(data, "group_size", None))
 
     def check_samples(self, group_size: int | None) -> None:
-        """Refuse groups of one trajectory where trajectories are compared. The dry run calls this, too."""
+        """Raise ValueError if groups have one trajectory, but trajectories are compared. The dry run calls this,
+        too."""
         if group_size == 1 and self.compares:
             raise ValueError(
                 "data.group_size is 1, so that every group advantage is 0; sample more per prompt, or take "
@@ -152,7 +154,8 @@ class GRPO(OnPolicyModule):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether log-probs are computed before the update. With one optimiser step an iteration all ratios are 1."""
+        """Whether the policy's log-probs are computed before the update. With one optimiser step an iteration all
+        ratios are 1."""
         return (
             self.num_mini_batches * self.epochs > 1
             or self.corrects
@@ -160,7 +163,8 @@ class GRPO(OnPolicyModule):
         )
 
     def outcome_advantages(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> Tensor:
-        """Compute the outcome's advantages [B, T], 0 where the mask is 0. Every rank must call."""
+        """Return the advantage of each token from the trajectories' rewards [B, T], 0 where the mask is 0. Every rank
+        must call."""
         rewards = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
         if self.advantage == "global":
             advantages = whiten(rewards[:, None] * batch.mask, batch.mask, ranks.sum_over_ranks)

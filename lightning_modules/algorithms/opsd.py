@@ -10,7 +10,8 @@ from lightning_modules.algorithms.sod import Mode, mode_weights
 
 
 class OPSD(GRPO):
-    """SOD's signal from a teacher that is the frozen initial policy, with the answer or a hint in its prompt.
+    """On-policy self-distillation: the teacher is the frozen initial policy, with the answer or a hint in its prompt.
+    The signal is that of SOD.
 
     The teacher scores the response that the student sampled; only the prompt before it differs.
 

@@ -45,7 +45,8 @@ class PPOLossInputs(RowTensors):
 
 
 class PPO(OnPolicyModule):
-    """Search-R1's PPO (arXiv 2503.09516; docs/papers/dgpo.md 2.3), the base of DGPO::
+    """PPO with a critic and an optional KL to a reference model, as Search-R1 runs it (arXiv 2503.09516;
+    docs/papers/dgpo.md 2.3). The base of DGPO::
 
         r_t = [t last] R(y)  -  kl_coef * k_t * w        k_t estimates log pi_old(y_t) - log pi_ref(y_t); w: kl_weights
         A   = whiten(GAE(r, V; gamma, lam))              over the model's own tokens, whole batch, all ranks
@@ -124,18 +125,20 @@ class PPO(OnPolicyModule):
         return False
 
     def check_data(self, data: Any) -> None:
-        """Refuse rows whose turns cannot be compared."""
+        """Refuse a data module whose turns are rows of the batch, if a KL weight compares the turns of a trajectory."""
         super().check_data(data)
         check_rows(self.kl_weights, per_turn_prompts(data))
 
     def token_rewards(self, trajectories: Sequence[Trajectory], batch: TokenBatch, kl_BT: Tensor | None) -> Tensor:
-        """Compute r [B, T]: the outcome on the last token, minus ``kl_coef`` times the weighted KL."""
+        """Return the reward of each token [B, T]: the outcome on the last token, minus ``kl_coef`` times the weighted
+        KL."""
         totals = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
         rewards = totals[:, None] * last_token(self._mdp_tokens(batch))
         return rewards if kl_BT is None else rewards - self.kl_coef * kl_BT
 
     def _mdp_tokens(self, batch: TokenBatch) -> Tensor:
-        """Mark the tokens that are actions of the decision process [B, T]."""
+        """Return a mask [B, T] of the tokens that PPO treats as actions: the model's own, or all response tokens with
+        ``as_released``."""
         return batch.response_mask if self.as_released else batch.mask
 
     def compute_advantages(
@@ -193,7 +196,8 @@ class PPO(OnPolicyModule):
         return {"policy": policy, "value": value}
 
     def _explained_variance(self, returns: Tensor, values: Tensor, mask: Tensor) -> None:
-        """Log 1 - Var(R - V) / Var(R) over the model's tokens of all ranks; left out if R does not vary."""
+        """Log the critic's explained variance, 1 - Var(R - V) / Var(R), over the model's tokens of all ranks. It is
+        left out if R does not vary."""
         errors, targets = (returns - values).double() * mask, returns.double() * mask
         sums = torch.stack(
             [mask.double().sum(), errors.sum(), errors.square().sum(), targets.sum(), targets.square().sum()]

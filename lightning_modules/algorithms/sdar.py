@@ -18,7 +18,8 @@ from rollout.skills.injection import Skills
 
 
 class SDAR(GRPO):
-    """EpisodeGRPO plus a gated loss from a self-teacher with skills in its prompt, see ``GatedSkills``.
+    """GRPO by turn (EpisodeGRPO) plus a gated loss from a self-teacher with skills (advice texts) in its prompt, see
+    ``GatedSkills``.
 
     SDAR as published: skills_coef 0.01, beta 5, gate gap, the other defaults; in the settings of GRPO clip 0.2, kl_coef
     0.01 (search: 0.001), entropy_coef 0.001. Off, and not published: ``centred``, ``clip_signal``, ``gap_clamp``.
@@ -66,7 +67,8 @@ class SDAR(GRPO):
 
 
 class SkillSD(GRPO):
-    """EpisodeGRPO plus ``skills_coef`` times the loss of ``SkillImportanceKL``. Published: 0.001.
+    """GRPO by turn (EpisodeGRPO) plus a KL to a self-teacher with skills (advice texts) in its prompt, see
+    ``SkillImportanceKL``. Published ``skills_coef``: 0.001.
 
     Args:
         policy: Hugging Face folder to start from.
@@ -95,7 +97,8 @@ class SkillSD(GRPO):
 
 
 class RLSD(GRPO):
-    """EpisodeGRPO whose advantages the self-teacher shares out among the tokens of a turn, see ``SkillShares``.
+    """GRPO by turn (EpisodeGRPO) in which a self-teacher with skills (advice texts) shares out the advantage among a
+    turn's tokens, see ``SkillShares``.
 
     Args:
         policy: Hugging Face folder to start from.

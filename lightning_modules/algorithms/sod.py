@@ -103,7 +103,7 @@ class SOD(GRPO):
 
 
 def mode_weights(mode: str, changed: Mapping[str, Any]) -> list[TurnWeighting]:
-    """Make the turn weightings of a mode.
+    """Return the turn weightings (factors of the teacher's signal by turn) that belong to SOD's ``opd_mode``.
 
     Args:
         mode: see ``SOD``.

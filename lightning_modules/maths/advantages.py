@@ -14,7 +14,7 @@ Member = tuple[str, int]  # (group, index in the group)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """Mark the last position whose mask is not 0 as one-hot [B, T]; a row without one is all zero.
+    """Return a one-hot mask [B, T] of each row's last position whose mask is not 0. A row without one is all zero.
 
     >>> last_token(torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0]])).tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
@@ -46,7 +46,8 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438) over the masked-in tokens only::
+    """Compute advantages and returns by generalised advantage estimation (GAE, arXiv 1506.02438) over the masked-in
+    tokens only::
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
@@ -100,8 +101,8 @@ def whiten(
 
 
 def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: float = 0.2) -> Tensor:
-    """RLSD's token advantages [B, T], without gradient, for the clipped policy loss (arXiv 2604.03128;
-    docs/papers/sdar.md 1.7)::
+    """Scale the advantage of each token by how much the teacher prefers it. Returns RLSD's advantages [B, T], without
+    gradient, for the clipped policy loss (arXiv 2604.03128; docs/papers/sdar.md 1.7)::
 
         A_t = A [(1 - lam) + lam clip(exp(sign(A) Delta_t), 1 - eps, 1 + eps)]
 

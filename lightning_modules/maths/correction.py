@@ -26,7 +26,8 @@ MaskRatio = tuple[BelowOne, AboveOne]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Truncated importance sampling and masking of extreme ratios; see ``OnPolicyModule`` for the options.
+    """Corrects the policy's loss for differences between sampler and trainer: truncated importance sampling, and
+    masking of extreme ratios. See ``OnPolicyModule`` for the options.
 
     Raises:
         ValueError: a level without the option that it belongs to.
@@ -48,20 +49,20 @@ class Correction:
         return self.cap is not None or self.mask_ratio is not None
 
     def weights(self, old_logprobs_BT: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the factor of each sampled token in the policy's loss [B, T]; without options, the mask."""
+        """Return the factor of each sampled token in the policy's loss [B, T]. Without options it is the mask."""
         weights = batch.mask.clone()
         if self.cap is not None:
             weights = weights * ratios(old_logprobs_BT, batch, self.level).clamp(max=self.cap)
         return weights * (1.0 - self.masked(old_logprobs_BT, batch))
 
     def truncated(self, old_logprobs_BT: Tensor, batch: TokenBatch) -> Tensor:
-        """Return 1 where the cap bounds the ratio [B, T]."""
+        """Return a mask [B, T] of the sampled tokens whose importance ratio the cap truncates."""
         if self.cap is None:
             return torch.zeros_like(batch.mask)
         return (ratios(old_logprobs_BT, batch, self.level) > self.cap) * batch.mask
 
     def masked(self, old_logprobs_BT: Tensor, batch: TokenBatch) -> Tensor:
-        """Return 1 where the token, or its sequence, is masked [B, T]."""
+        """Return a mask [B, T] of the sampled tokens that ``mask_ratio`` removes from the policy's loss."""
         if self.mask_ratio is None:
             return torch.zeros_like(batch.mask)
         found = ratios(old_logprobs_BT, batch, self.mask_level)
@@ -69,8 +70,8 @@ class Correction:
 
 
 def ratios(old_logprobs_BT: Tensor, batch: TokenBatch, level: Level = "token") -> Tensor:
-    """Compute r [B, T] where the mask is 1, else 0. At level sequence, every token of a row has the row's geometric
-    mean. The log-ratio is clamped to +-20."""
+    """Return the importance ratio pi_old / pi_sampler of each sampled token [B, T], 0 where the mask is 0. At level
+    sequence, every token of a row has the row's geometric mean. The log-ratio is clamped to +-20."""
     if level == "token":
         return importance_ratio(old_logprobs_BT, batch.sampler_logprobs) * batch.mask
     gaps = (old_logprobs_BT - batch.sampler_logprobs) * batch.mask

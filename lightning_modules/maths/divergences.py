@@ -35,39 +35,43 @@ def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, T
 
 
 def finite_log_softmax(logits: Tensor) -> Tensor:
-    """Compute log_softmax in float32, with logits of -inf as -1e4. The probability stays 0, and products and gradients
-    have no NaN from 0 * inf."""
+    """Compute log_softmax in float32, with logits of -inf replaced by -1e4. The probability stays 0, and products and
+    gradients have no NaN from 0 * inf."""
     return logits.float().clamp(min=LOGIT_FLOOR).log_softmax(-1)
 
 
 def _log_distributions(student_NV: Tensor, teacher_NV: Tensor, normalised: bool) -> tuple[Tensor, Tensor]:
-    """log p, log q."""
+    """Return the log-distributions of student (log p) and teacher (log q). Inputs are logits, or log-probs if
+    ``normalised``."""
     return (student_NV, teacher_NV) if normalised else (finite_log_softmax(student_NV), finite_log_softmax(teacher_NV))
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b) of log-distributions [N, V] -> [N]."""
+    """Return KL(a || b) of two log-distributions [N, V] as [N]."""
     return (log_a.exp() * (log_a - log_b)).sum(-1)
 
 
 def _log_mix(log_a: Tensor, log_b: Tensor, weight_a: float) -> Tensor:
-    """log(weight_a a + (1 - weight_a) b) without leaving log space; weight strictly between 0 and 1."""
+    """Return log(weight_a a + (1 - weight_a) b), computed in log space. The weight is strictly between 0 and 1."""
     return torch.logaddexp(log_a + math.log(weight_a), log_b + math.log1p(-weight_a))
 
 
 def forward_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
-    """KL(q || p) = sum_v q (log q - log p): mass covering; Hinton's KD. Same gradient as the soft cross-entropy."""
+    """Return the forward KL per token [N]: KL(q || p) = sum_v q (log q - log p), teacher q, student p. Mass covering;
+    Hinton's KD. Same gradient as the soft cross-entropy."""
     log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return _kl(log_q, log_p)
 
 
 def reverse_kl(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
-    """KL(p || q) = sum_v p (log p - log q): mode seeking; MiniLLM, on-policy distillation."""
+    """Return the reverse KL per token [N]: KL(p || q) = sum_v p (log p - log q), student p, teacher q. Mode seeking;
+    MiniLLM, on-policy distillation."""
     return _kl(*_log_distributions(student_NV, teacher_NV, normalised))
 
 
 def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5, normalised: bool = False) -> Tensor:
-    """GKD's generalised JSD (arXiv 2306.13649 eq. 1; trl gkd_trainer.generalized_jsd_loss)::
+    """Return GKD's generalised Jensen-Shannon divergence per token [N] (arXiv 2306.13649 eq. 1; trl
+    gkd_trainer.generalized_jsd_loss)::
 
         M = beta q + (1 - beta) p        beta KL(q || M) + (1 - beta) KL(p || M)
 
@@ -88,25 +92,28 @@ def jsd(student_NV: Tensor, teacher_NV: Tensor, beta: float = 0.5, normalised: b
 
 
 def skew_forward(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
-    """DistiLLM's skewed forward KL (arXiv 2402.03898): KL(q || alpha q + (1 - alpha) p); alpha 0 is the forward KL."""
+    """Return DistiLLM's skewed forward KL per token [N]: KL(q || alpha q + (1 - alpha) p) (arXiv 2402.03898). With
+    alpha 0 it is the forward KL."""
     log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return _kl(log_q, log_p if alpha == 0.0 else _log_mix(log_q, log_p, alpha))
 
 
 def skew_reverse(student_NV: Tensor, teacher_NV: Tensor, alpha: float = 0.1, normalised: bool = False) -> Tensor:
-    """DistiLLM's skewed reverse KL: KL(p || (1 - alpha) q + alpha p); alpha 0 is the reverse KL."""
+    """Return DistiLLM's skewed reverse KL per token [N]: KL(p || (1 - alpha) q + alpha p). With alpha 0 it is the
+    reverse KL."""
     log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return _kl(log_p, log_q if alpha == 0.0 else _log_mix(log_p, log_q, alpha))
 
 
 def tvd(student_NV: Tensor, teacher_NV: Tensor, normalised: bool = False) -> Tensor:
-    """Total variation distance 0.5 sum_v |q - p|, between 0 and 1."""
+    """Return the total variation distance per token [N]: 0.5 sum_v |q - p|, between 0 and 1."""
     log_p, log_q = _log_distributions(student_NV, teacher_NV, normalised)
     return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
 
 
 def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = False) -> Tensor:
-    """TAID (arXiv 2501.16937; taid.py): ``-sum_v p_t log p`` with ``p_t = softmax((1 - t) stopgrad(z_S) + t z_T)``.
+    """Return TAID's loss per token [N]: the cross-entropy of the student to a target between student and teacher. It is
+    ``-sum_v p_t log p`` with ``p_t = softmax((1 - t) stopgrad(z_S) + t z_T)`` (arXiv 2501.16937; taid.py).
 
     The cross-entropy form, unlike the other divergences: ``TAIDSchedule`` is defined by how it falls. It exceeds the
     KL by the entropy of p_t, which has no gradient; t = 1 has the gradient of ``forward_kl``.
@@ -118,7 +125,7 @@ def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = Fa
 
 
 def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:
-    """Look up a divergence by name; ``beta`` goes to jsd, ``alpha`` to the skewed KLs.
+    """Return the divergence function of a name. ``beta`` goes to jsd, ``alpha`` to the skewed KLs.
 
     Raises:
         ValueError: unknown name, beta outside [0, 1], or alpha outside [0, 1).
@@ -142,7 +149,8 @@ def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0
 
 @dataclass
 class TAIDSchedule:
-    """TAID's interpolation coefficient t, as in taid.py (docs/papers/dgpo.md 1.6). ``STATE``: fields that change::
+    """Schedule of TAID's coefficient t, which moves the target from the student to the teacher. As in taid.py
+    (docs/papers/dgpo.md 1.6). ``STATE``: fields that change::
 
     rel = (L_prev - L) / (L_prev + 1e-15)          m = beta m + (1 - beta) rel
     t   = min(t_end, max(t_start + (t_end - t_start) step / total, t + alpha sigmoid(m) (1 - t)))
@@ -165,7 +173,8 @@ class TAIDSchedule:
         self.t = self.t_start if self.t < 0 else self.t
 
     def update(self, loss: float, step: int) -> float:
-        """Update t after an optimiser step, the ``step``-th from 0; the first call only stores the loss."""
+        """Update and return the coefficient t after an optimiser step, the ``step``-th from 0. The first call only
+        stores the loss."""
         if self.previous_loss is None:
             self.previous_loss = loss
             return self.t

@@ -18,7 +18,8 @@ GateKind = Literal["gap", "entropy", "soft_or"]
 
 
 def token_gap(logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, clamp: float | None = None) -> Tensor:
-    """Compute Delta = T - S [B, T] in nats, without gradient; with ``clamp``, bounded to +-``clamp``.
+    """Return the gap T - S between teacher's and student's log-probs [B, T] in nats, without gradient. With ``clamp``
+    it is bounded to +-``clamp``.
 
     SDAR takes S from the training forward (not the log-probs before the update) and clamps nothing (docs/papers/sdar.md
     1.2).
@@ -33,7 +34,8 @@ def token_gap(logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, clamp: float | N
 
 
 def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta: float = 5.0) -> Tensor:
-    """g_t = sigmoid(beta x_t) [B, T], between 0 and 1, without gradient (docs/papers/sdar.md 1.3)::
+    """Return SDAR's gate of each token [B, T], g_t = sigmoid(beta x_t), between 0 and 1, without gradient
+    (docs/papers/sdar.md 1.3)::
 
         gap        x = Delta                            the released gate, beta 5
         entropy    x = h                                h >= 0, so that g >= 0.5
@@ -98,8 +100,8 @@ def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tenso
 
 
 def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
-    """Cut each turn into ``parts`` equal parts, and number the part of each token [B, T] int64: 1..parts, 0 outside of
-    turns.
+    """Return in which part of its turn each token is [B, T] int64: 1..``parts``, 0 outside of turns. The parts are
+    about equally long.
 
     The middle of a token decides: token j of n (from 0) is in stretch floor(parts (j + 1/2) / n) + 1. The only token of
     a turn is in the middle stretch.
@@ -125,8 +127,8 @@ def turn_parts(turns_BT: Tensor, parts: int = 3) -> Tensor:
 def gate_metrics(
     gap_BT: Tensor, gate_BT: Tensor, turns_BT: Tensor, parts: int = 3, shown_turns: int = 8
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Compute metrics of the gates, as sums and counts of tokens; ``metrics.mean`` divides over micro-batches and
-    ranks.
+    """Return metrics of SDAR's gates (token weights) by name, as sums and counts of tokens. ``metrics.mean`` divides
+    them over micro-batches and ranks.
 
     Names: ``gap`` (mean Delta, nats), ``gate`` (mean g), ``gate_active`` (share with g > 0.5, at the gap gate the share
     with Delta > 0); each of them over all tokens and, as ``<name>/part<k>``, over the k-th of ``parts`` stretches of a

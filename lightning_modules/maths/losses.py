@@ -55,12 +55,12 @@ class TokenWeights(RowTensors):
 
     @property
     def kept(self) -> Tensor:
-        """1 for the sampled tokens that ``mask_ratio`` keeps."""
+        """Mask [B, T] of the sampled tokens that ``mask_ratio`` keeps in the policy's loss."""
         return (self.correction != 0).to(self.mask.dtype)
 
     @property
     def kept_rows(self) -> Tensor:
-        """1 for the rows with at least one kept token [B]."""
+        """Mask [B] of the rows with at least one kept token (``kept``)."""
         return self.kept.amax(1)
 
 
@@ -88,7 +88,7 @@ def grpo_loss(
     kl_estimator: Estimator = "k3",
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """GRPO's loss (arXiv 2402.03300) summed over the tokens, a scalar with gradient::
+    """Return GRPO's loss summed over the tokens, a scalar with gradient (arXiv 2402.03300)::
 
         rho = pi / pi_old
         l   = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0
@@ -123,7 +123,7 @@ def grpo_loss(
 def group_advantages(
     rewards_B: Tensor, groups: Sequence[str], convention: Convention = "std", singleton: Singleton = "zero"
 ) -> Tensor:
-    """Compute the advantage of each trajectory relative to its group [B]. No gradient; computed in float64.
+    """Return the advantage of each trajectory relative to its group [B]. No gradient; computed in float64.
 
     ===============  ==========================================  ==============================
     convention       advantage                                   rewards [1, 0, 0, 1] become
@@ -161,7 +161,7 @@ def group_advantages(
 
 
 def zero_variance_groups(rewards_B: Tensor, groups: Sequence[str]) -> int:
-    """Count the groups without a comparison: equal rewards, or a single trajectory."""
+    """Count the groups that have nothing to compare: equal rewards, or a single trajectory."""
     return sum(bool((rewards_B[rows] == rewards_B[rows[0]]).all()) for rows in members_of(groups).values())
 
 
@@ -185,7 +185,7 @@ def masked_sum(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def aggregation_weights(mask_BT: Tensor, aggregation: Aggregation) -> Tensor:
-    """Weights of the tokens in a mean over a mini-batch [B, T]; their sum is the divisor.
+    """Return the weight of each token in a mean over a mini-batch [B, T]. The sum of the weights is the divisor.
 
     ``token_mean``: every token weighs 1, and the divisor counts tokens (verl's token-mean, DAPO). ``sequence_mean``:
     the tokens of a sequence share 1, and the divisor counts sequences with tokens (GRPO as papers write it:
@@ -240,7 +240,8 @@ def ppo_clip_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped policy loss, to be minimised (PPO, arXiv 1707.06347, eq. 7)::
+    """Return PPO's clipped policy loss, to be minimised, as (sum over tokens, sum of weights) (arXiv 1707.06347, eq.
+    7)::
 
         r = pi_theta / pi_old          l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
         dual clip c (arXiv 1912.09729, eq. 5), where A < 0:          l = min(l, -A c)
@@ -264,7 +265,8 @@ def clip_balanced_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """AEPO's clipped loss (arXiv 2510.14545; docs/papers/arpo.md 3): the value of ``ppo_clip_loss``, another gradient.
+    """Return AEPO's clipped policy loss as (sum over tokens, sum of weights). It has the value of ``ppo_clip_loss``,
+    but another gradient (arXiv 2510.14545; docs/papers/arpo.md 3).
 
     The upper bound is ``(1 + clip_high) r / stopgrad(r)``: a token that has already become likelier than the bound
     still pushes, with the bound as its factor instead of r, where the ordinary clip drops it.  Gradient of the
@@ -283,7 +285,8 @@ def clip_balanced_loss(
 
 
 def _pessimistic(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
-    """Take the larger of the two losses; with a dual clip, where A < 0, at most -A dual_clip."""
+    """Return the larger of the clipped and the unclipped loss of each token. With a dual clip it is at most -A
+    dual_clip where A < 0."""
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip is {dual_clip}; expected a number above 1 (3.0 is usual) or null")
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -299,8 +302,8 @@ def clip_events(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """Mark tokens whose gradient the clip removes as 1.0 [B, T]: the ratio is outside, on the side the advantage
-    pushes."""
+    """Return a mask [B, T] of the tokens whose gradient the clip removes: the ratio is outside its range, on the side
+    the advantage pushes."""
     ratio = importance_ratio(logprobs_BT, old_logprobs_BT)
     over = (ratio > 1.0 + clip_high) & (advantages_BT > 0)
     under = (ratio < 1.0 - clip_low) & (advantages_BT < 0)
@@ -314,7 +317,8 @@ def value_loss(
     mask_BT: Tensor,
     clip: float | None = 0.5,
 ) -> tuple[Tensor, Tensor]:
-    """``0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``; ``clip=None`` is the plain square.
+    """Return the critic's clipped squared error as (sum over tokens, sum of weights). It is ``0.5 max((V - R)^2,
+    (clip(V, V_old - clip, V_old + clip) - R)^2)``; ``clip=None`` is the plain square.
 
     Source: verl core_algos.compute_value_loss, as in DGPO (docs/papers/dgpo.md 2.3).
     """

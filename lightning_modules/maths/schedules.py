@@ -10,7 +10,7 @@ ScheduleName = Literal["constant", "cosine"]
 
 
 def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
-    """Rise linearly from 1/warmup to 1, then stay constant.
+    """Return a function from step to learning-rate factor that rises linearly from 1/warmup to 1, then stays constant.
 
     verl (and so DGPO as released) starts from 0, which wastes its first rollout batch; we start one notch later.
     """
@@ -18,7 +18,8 @@ def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Rise linearly as ``warmup_constant``, then follow half a cosine from 1 down to 0 at ``total_steps``."""
+    """Return a function from step to learning-rate factor: a linear rise, then half a cosine from 1 down to 0 at
+    ``total_steps``. The rise is that of ``warmup_constant``."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -30,7 +31,8 @@ def warmup_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]
 
 
 def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Make a schedule by name. Raises ValueError for an unknown name, or a cosine without a known number of steps."""
+    """Return the learning-rate schedule of a name, as a function from step to factor. Raises ValueError for an unknown
+    name, or a cosine without a known number of steps."""
     if name == "constant":
         return warmup_constant(warmup_steps)
     if name == "cosine":
@@ -41,8 +43,8 @@ def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Ca
 
 
 def linear_decay(start: float, steps: int, step: int) -> float:
-    """Decay linearly from ``start`` at ``step`` 0 to 0 at ``steps``, then stay 0 (RLSD's lam: 0.5, 100 steps, from step
-    1).
+    """Return a coefficient that falls linearly from ``start`` at ``step`` 0 to 0 at ``steps``, then stays 0. RLSD's
+    lam: 0.5, 100 steps, from step 1.
 
     Raises:
         ValueError: fewer than one step.

@@ -50,7 +50,8 @@ SKILL_SD_RATIO_LIMIT = 10.0  # on log(p / p_old) in the exponent of rho
 def sdar_loss(
     logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, gate_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """SDAR's auxiliary loss, to be minimised (arXiv 2605.15155; docs/papers/sdar.md 0.1 and 1.4)::
+    """Return SDAR's auxiliary loss, to be minimised, as (sum over tokens, sum of weights) (arXiv 2605.15155;
+    docs/papers/sdar.md 0.1 and 1.4)::
 
         l_t = + sg(g_t) (sg(T_t) - S_t)        dl_t / dS_t = -g_t
 
@@ -77,7 +78,8 @@ def signal_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A signal w without gradient as the reward of each sampled token, to be minimised::
+    """Return a policy loss in which a signal w, without gradient, is the reward of each sampled token. It is to be
+    minimised::
 
         l = -sg(w) S                                                       without old log-probs
         l = max(-w r, -w clip(r, 1 - clip_low, 1 + clip_high))             with them, r = p / p_old
@@ -108,8 +110,8 @@ def signal_loss(
 def divergence_weights(
     kind: SampledDivergence, gap_BT: Tensor, beta: float = 0.5, cap: float | None = FORWARD_KL_CAP
 ) -> Tensor:
-    """Compute w [B, T], without gradient, so that the expected gradient of ``signal_loss(S, w, mask)`` is that of a
-    divergence.
+    """Return token weights w [B, T], without gradient, with which ``signal_loss(S, w, mask)`` has the expected gradient
+    of a divergence between student and teacher.
 
     The derivation is at the top of this file: reverse_kl T - S, forward_kl min(u, cap) - 1,
     jsd (1 - beta) log(beta u + 1 - beta).
@@ -145,7 +147,8 @@ def divergence_weights(
 def skill_sd_loss(
     logprobs_BT: Tensor, old_logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Skill-SD's auxiliary loss, to be minimised (arXiv 2604.10674, as SDAR released it; docs/papers/sdar.md 1.7)::
+    """Return Skill-SD's auxiliary loss, to be minimised, as (sum over tokens, sum of weights) (arXiv 2604.10674, as
+    SDAR released it; docs/papers/sdar.md 1.7)::
 
         l = rho k3      d = S - T      k3 = exp(min(-d, 20)) - 1 + d      rho = exp(min(S - S_old, 10))
 
@@ -166,5 +169,5 @@ def skill_sd_loss(
 
 
 def _where_counted(mask_BT: Tensor, *values_BT: Tensor) -> tuple[Tensor, ...]:
-    """Set values to 0 where the mask is 0: NaN times the zero gradient of a token would be NaN."""
+    """Replace values by 0 where the mask is 0: NaN times the zero gradient of a token would be NaN."""
     return tuple(torch.where(mask_BT != 0, values, torch.zeros_like(values)) for values in values_BT)

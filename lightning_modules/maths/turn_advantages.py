@@ -30,7 +30,8 @@ def turn_advantages(
     eps: float = STD_EPS,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """Compare each turn with its group [R] (GRPO as verl-agent runs it, docs/papers/sdar.md 1.6)::
+    """Return the advantage of each turn [R]: its score relative to the scores of its group. This is GRPO as verl-agent
+    runs it (docs/papers/sdar.md 1.6)::
 
         score = return - penalty        A = (score - mean) / (std + eps)        on every token of the turn
 
@@ -83,7 +84,8 @@ def gigpo_advantages(
     eps: float = STD_EPS,
     singleton: Singleton = "zero",
 ) -> Tensor:
-    """Compare each turn's episode with its group, and the turn with others from the same state (GiGPO) [R]::
+    """Return GiGPO's advantage of each turn [R]: its episode relative to the group, plus the turn relative to others
+    from the same state::
 
         A = A_episode + turn_weight A_turn                                   eq. 8
         A_episode   return - penalty against its group, return: sum of the trajectory's rewards          eq. 3
@@ -128,7 +130,7 @@ def gigpo_advantages(
 def similar_states(
     texts: Sequence[str], groups: Sequence[str], members: Sequence[int], turns: Sequence[int], ratio: float
 ) -> list[int]:
-    """Number the rows so that rows of a group with similar states get the same number.
+    """Return a number for each row, the same for rows of a group with similar states (texts).
 
     Source: verl-agent's search script (gigpo/core_gigpo.py, build_step_group). Rows are taken by member, then turn.
     Each joins the first set whose first text it resembles by at least ``ratio``, or begins a set. difflib's ratio is
@@ -152,7 +154,8 @@ def similar_states(
 
 
 def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequence[int], gamma: float) -> Tensor:
-    """Compute G_k = sum_{j >= k} gamma^(j - k) r_j [R] in float64, by trajectory.
+    """Return the discounted return from each turn on [R]: G_k = sum_{j >= k} gamma^(j - k) r_j in float64, by
+    trajectory.
 
     Args:
         rewards_R: of each turn.
@@ -182,8 +185,8 @@ def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequenc
 
 # ---------------------------------------------------------------------- sets of rows
 def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: float, singleton: Singleton) -> Tensor:
-    """Subtract the weighted mean of its set from each score [R] (float64), and divide by the set's std if ``divide``.
-    Weights sum to the set's size n; the unbiased variance has n - 1."""
+    """Subtract from each score [R] (float64) the weighted mean of its set of rows, and divide by the set's std if
+    ``divide``. Weights sum to the set's size n; the unbiased variance has n - 1."""
 
     def total(values: Tensor) -> Tensor:
         return values.new_zeros(len(values)).index_add(0, sets, values)[sets]
@@ -201,14 +204,14 @@ def _relative(scores: Tensor, sets: Tensor, weights: Tensor, divide: bool, eps: 
 
 
 def _weights(trajectories: Tensor, statistics: Statistics) -> Tensor:
-    """Weight of each row in its group's mean [R]: 1, or 1 / rows of its trajectory."""
+    """Return the weight of each row in its group's mean [R]: 1, or 1 / rows of its trajectory."""
     if statistics == "rows":
         return torch.ones(len(trajectories), dtype=torch.float64, device=trajectories.device)
     return 1.0 / torch.bincount(trajectories).double()[trajectories]
 
 
 def _numbered(names: Sequence[Hashable], device: torch.device) -> Tensor:
-    """Give equal names equal numbers [R] int64, from 0 in order of first appearance."""
+    """Return a number for each name [R] int64. Equal names get equal numbers, from 0 in order of first appearance."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=device)
 

@@ -16,7 +16,8 @@ APPLY = {name: f"apply_liger_kernel_to_{name}" for name in ("llama", "qwen2", "q
 
 
 def use_liger(folders: Iterable[str], device: torch.device) -> None:
-    """Make transformers build the models of these folders with Liger's kernels. Call this before any of them is loaded.
+    """Make transformers use Liger's Triton kernels for the models in these folders. Call this before any of them is
+    loaded.
 
     Raises:
         ValueError: the device is not CUDA, the package is not installed, or it is not used here for a type of model.

@@ -31,7 +31,7 @@ BASE = ".base_layer"  # in the name of every parameter that peft wraps
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """Trains low-rank adapters of the policy and of a critic's body; the critic's head is trained whole.
+    """Low-rank adapters, trained instead of the whole policy and the critic's body. The critic's head is trained whole.
 
     Embeddings and output matrix are never adapted. Adapters are float32 whatever the type of the base; under DeepSpeed
     with 16-bit floats they have the engine's type, with float32 masters. A teacher from the policy's own folder is the
@@ -65,7 +65,7 @@ class LoRA:
         return self.alpha / self.rank
 
     def modules(self, model: PreTrainedModel) -> list[str]:
-        """Return the full names of the modules to adapt.
+        """Return the full names of the linear modules of ``model`` that get adapters.
 
         Raises:
             ValueError: the model has no module of a requested name.
@@ -86,7 +86,8 @@ class LoRA:
         return chosen
 
     def check(self, folder: str) -> None:
-        """Check ``modules`` for the model at ``folder`` (or owner/name), without loading its weights."""
+        """Check that the model at ``folder`` (or owner/name) has the linear modules to adapt, without loading its
+        weights."""
         import peft  # noqa: F401  # not first under ZeRO-3's patched constructors, where ``attach`` would import it
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,7 +95,7 @@ class LoRA:
             self.modules(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Freeze the model and inject adapters into it.
+        """Freeze the model and inject trainable LoRA adapters into it.
 
         A is drawn like nn.Linear's weights, from a separate generator with torch's seed: the same under
         every strategy. Under ZeRO-3 a collective.
@@ -125,7 +126,7 @@ class LoRA:
 
 
 def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return A and B of an adapted layer."""
+    """Return the adapter matrices A and B of a layer with LoRA."""
     a, b = (cast("Any", adapters[ADAPTER]).weight for adapters in (layer.lora_A, layer.lora_B))
     return a, b
 
@@ -135,20 +136,20 @@ def _ends(name: str, target: str) -> bool:
 
 
 def layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    """List (name, layer) of every adapted linear module."""
+    """Return (name, layer) of every linear module that has a LoRA adapter."""
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def frozen_names(model: nn.Module, prefix: str = "") -> set[str]:
-    """Names of the parameters that LoRA freezes; a tied matrix appears under each of its names."""
+    """Return the names of the parameters that LoRA freezes. A tied matrix appears under each of its names."""
     every = model.named_parameters(prefix=prefix, remove_duplicate=False)
     return {name for name, parameter in every if not parameter.requires_grad}
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
-    """Count (trained, all) parameters; under ZeRO-3 whole ones."""
+    """Return the numbers of trained and of all parameters. Under ZeRO-3 whole parameters count."""
     sizes = [(p.requires_grad, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
     return sum(n for trained, n in sizes if trained), sum(n for _, n in sizes)
 
@@ -157,8 +158,8 @@ def counts(model: nn.Module) -> tuple[int, int]:
 
 
 def merged_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over ``policy.named_weights`` of the merged model: (Hugging Face name, W + alpha / rank * B A), in W's
-    type.
+    """Yield the weights of a model with its LoRA adapters merged: (Hugging Face name, W + alpha / rank * B A), in W's
+    type. See ``policy.named_weights``.
 
     The sum is made in float32 while the bucket is gathered, into a new tensor: the trained model is not touched.
     """
@@ -180,7 +181,7 @@ def _merged(scale: float, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over (name in the model, whole tensor) of the adapters. All ranks must iterate to the end."""
+    """Yield (name in the model, whole tensor) of all LoRA adapters. All ranks must iterate to the end."""
     named = [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
     with gathered(p for _, p in named):  # a percent of the model: one bucket
         yield from [(name, p.detach().clone()) for name, p in named]
@@ -191,7 +192,8 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Restore the model as before training inside the block, for forward passes without gradient."""
+    """Switch LoRA adapters off inside the block, which restores the model before training. For forward passes without
+    gradient."""
     switched = [layer for _, layer in layers(model)]
     for layer in switched:
         layer._disable_adapters = True  # enable_adapters() would also freeze them, in the optimiser's sight
@@ -203,7 +205,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class InitialPolicy(nn.Module):
-    """A frozen teacher that is the adapted policy before its training; it shares the policy's weights.
+    """A frozen teacher that is the policy before its training: the policy's own weights with LoRA adapters off.
 
     Args:
         policy: the adapted model; stays where it is, and is no submodule here.
@@ -219,7 +221,7 @@ class InitialPolicy(nn.Module):
 
     @property
     def base_model(self) -> Any:
-        """Run the body, with the signature of a transformers body."""
+        """The transformer body with LoRA adapters off, as a function with the signature of a transformers body."""
         return self._body
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +240,8 @@ class InitialPolicy(nn.Module):
 
 
 def summary(lora: LoRA, parts: dict[str, nn.Module], lr: float | None) -> str:
-    """Describe in one line how much is trained, with a hint if the learning rate is that of a whole model."""
+    """Return a line of text that says how many parameters LoRA trains. It has a hint if the learning rate is that of
+    full fine-tuning."""
     sums = [counts(part) for part in parts.values()]
     trained, whole = sum(t for t, _ in sums), sum(n for _, n in sums)
     adapted = sum(len(layers(part)) for part in parts.values())

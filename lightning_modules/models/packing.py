@@ -39,8 +39,7 @@ BENDS = ("softcap", "s_aux", "position_bias")  # arguments of attention that the
 
 
 def packed_name(attention: str) -> str:
-    """Return the name of the attention implementation for packed rows that corresponds to ``attention`` for padded
-    rows.
+    """Return the name of the packed attention implementation (rows without padding) that corresponds to ``attention``.
 
     Raises:
         ValueError: no packed implementation exists.
@@ -51,7 +50,8 @@ def packed_name(attention: str) -> str:
 
 
 def check_unpacked(attention: str) -> None:
-    """Refuse the name of a packed implementation: without ``packing`` micro-batches would count padding.
+    """Refuse the internal name of a packed attention implementation: without ``packing`` micro-batches would count
+    padding.
 
     Raises:
         ValueError: the name is a packed one.
@@ -78,13 +78,13 @@ def check_available(attention: str) -> None:
 
 
 def _registered() -> Collection[str]:
-    """List the names that the user's own modules have registered with transformers."""
+    """Return the names of attention implementations registered with transformers, which include the user's own."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return () if transformers is None else transformers.ALL_ATTENTION_FUNCTIONS.keys()
 
 
 def register(name: str) -> None:
-    """Register a packed implementation with transformers, before a model is loaded with it.
+    """Register the packed attention implementation ``name`` with transformers, before a model is loaded with it.
 
     It has no mask function, so transformers builds no mask. Raises ValueError like ``check_available``.
     """
@@ -98,7 +98,7 @@ def register(name: str) -> None:
 
 
 def check_body(model: Any, path: str) -> None:
-    """Refuse a model in which anything but attention carries information from token to token.
+    """Refuse to pack a model in which anything but attention carries information from token to token.
 
     Raises:
         ValueError: it has such layers, or does not let attention be exchanged.
@@ -113,7 +113,7 @@ def check_body(model: Any, path: str) -> None:
 
 
 def packed_states(body: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a packed body over a batch of b rows with N real tokens in all.
+    """Run a transformer body over a batch without padding: its b rows are one row of N tokens, one after the other.
 
     A row without tokens (the stand-in of an empty micro-batch) counts as one token.
 
@@ -152,7 +152,8 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row, in the form that transformers' models call.
+    """Compute causal attention within each sequence of a packed row, with the interface of transformers' attention
+    functions.
 
     Args:
         query: [1, heads, N, D].
@@ -214,7 +215,7 @@ def _sequence_by_sequence(
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mark the keys that a query sees, [1, 1, length, length] bool."""
+    """Return a mask [1, 1, length, length] bool of the keys that each query sees within its window."""
     whole = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return whole.triu(1 - window)[None, None]
 

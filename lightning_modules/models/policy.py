@@ -52,7 +52,7 @@ class _Zero3Config:
 
 @contextmanager
 def zero3_notice(config: dict[str, Any]) -> Iterator[None]:
-    """Tell transformers that models built in this block have partitioned parameters.
+    """Tell transformers that ZeRO-3 partitions the parameters of models built in this block.
 
     Without it transformers silently initialises them wrong. Models that are built later belong to no engine, and are
     whole.
@@ -97,7 +97,7 @@ def require_same_tokenizer(student: str, teacher: str) -> None:
 
 
 def embedding_rows(path: str) -> int | None:
-    """Read how many token ids have an embedding from a model's configuration.
+    """Return the number of token ids that have an embedding, read from a model's configuration.
 
     Returns None if the configuration is not on this machine, or cannot be read.
     """
@@ -188,12 +188,12 @@ def load_causal_lm(
 
 
 def load_frozen_lm(path: str, dtype: DType = "float32", attention: str = "sdpa") -> PreTrainedModel:
-    """Load a teacher or reference: evaluation mode, no gradient."""
+    """Load a frozen language model (teacher or reference): evaluation mode, no gradient."""
     return load_causal_lm(path, dtype, attention).eval().requires_grad_(False)
 
 
 class ValueModel(nn.Module):
-    """Critic: a transformer body and a linear head that reads V_t at the token before t.
+    """The critic: a transformer body with a linear head. The value V_t is read at the token before t.
 
     The body starts from the policy's folder (DGPO: from the cold-started student). The head starts at 0 rather than
     random, so that the first advantages are plain returns.
@@ -225,8 +225,8 @@ class ValueModel(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: TokenBatch) -> Tensor:
-        """Compute values [B, T] float32. Entry t is read before token t is known; entry 0 is 0. Entries after the end
-        of a row are meaningless (packed: 0)."""
+        """Return the critic's values [B, T] float32. Entry t is read before token t is known; entry 0 is 0. Entries
+        after the end of a row are meaningless (packed: 0)."""
         if is_packed(self.body):
             hidden, rows, columns = packing.packed_states(self.body, batch)
             values = self._read(hidden)[:, 0]
@@ -242,12 +242,12 @@ class ValueModel(nn.Module):
 
 
 def is_packed(body: Any) -> bool:
-    """Whether a transformers model was loaded for packing."""
+    """Return whether a transformers model was loaded for packing (rows without padding)."""
     return body.config._attn_implementation in packing.NAMES.values()
 
 
 def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute the hidden states [N, H] that predict the tokens at (rows [N], columns [N])."""
+    """Return the hidden states [N, H] that predict the tokens at positions ``at`` (rows [N], columns [N])."""
     if is_packed(model):
         hidden, _, _ = packing.packed_states(model.base_model, batch)
         starts = batch.lengths.cumsum(0) - batch.lengths
@@ -257,12 +257,13 @@ def hidden_before(model: PreTrainedModel, batch: TokenBatch, at: tuple[Tensor, T
 
 
 def output_head(model: PreTrainedModel) -> LMHead:
-    """Return the output layer that ``load_causal_lm`` has given the model."""
+    """Return the model's output layer, which ``load_causal_lm`` has replaced by an ``LMHead``."""
     return cast("LMHead", model.get_output_embeddings())
 
 
 def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find (rows [N], columns [N]) where the mask is not 0. Raises ValueError if column 0 is among them."""
+    """Return the positions (rows [N], columns [N]) at which the mask is not 0. Raises ValueError if column 0 is among
+    them."""
     rows, columns = mask.nonzero(as_tuple=True)
     if columns.numel() and int(columns.min()) == 0:
         raise ValueError("the mask counts the first token of a row, which nothing predicts; put a prompt before it")
@@ -270,7 +271,7 @@ def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scatter(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """Put values [N] into [B, T] float32 shaped as ``like``, 0 elsewhere; differentiable."""
+    """Put values [N] at positions ``at`` of a tensor [B, T] float32 shaped as ``like``, 0 elsewhere; differentiable."""
     return torch.zeros(like.shape, device=values.device, dtype=torch.float32).index_put(at, values.float())
 
 
@@ -281,7 +282,8 @@ def token_columns(
     chunk: int = LOGITS_CHUNK,
     mask: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute statistics [B, T] float32 where the mask is 1 (default: the policy's own tokens), 0 elsewhere.
+    """Compute statistics (log-prob, ...) of the tokens where the mask is 1, each [B, T] float32, 0 elsewhere. The
+    default mask is that of the policy's own tokens.
 
     One pass through the body; the vocabulary is only touched at those positions, ``chunk`` tokens at a time, forward
     and backward.  Prompts and observations cost no logits.
@@ -307,12 +309,13 @@ def token_logprobs(
     temperature: float = 1.0,
     mask: Tensor | None = None,
 ) -> TokenStats:
-    """Compute log-probs and entropies, see ``token_columns``; ``temperature`` divides the logits, as in the sampler."""
+    """Return log-probs and entropies of the policy's own tokens (or of ``mask``), see ``token_columns``.
+    ``temperature`` divides the logits, as in the sampler."""
     return TokenStats(*token_columns(model, batch, TokenStatistics(temperature, entropy=True), chunk, mask))
 
 
 def partitioned(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether ZeRO-3 has partitioned any of these parameters."""
+    """Return whether ZeRO-3 has partitioned any of these parameters."""
     return any(hasattr(p, "ds_id") for p in parameters)
 
 
@@ -320,7 +323,8 @@ def gathered(
     parameters: Iterable[nn.Parameter],
     modifier_rank: int | None = None,
 ) -> AbstractContextManager[Any]:
-    """Gather whole parameters inside the block (a collective: all ranks must enter). Does nothing outside ZeRO-3."""
+    """Make parameters whole inside the block if ZeRO-3 has partitioned them (a collective: all ranks must enter). Does
+    nothing outside ZeRO-3."""
     parameters = list(parameters)
     if not partitioned(parameters):
         return nullcontext()
@@ -330,7 +334,7 @@ def gathered(
 
 
 def named_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) for every parameter; a tied output matrix comes once.
+    """Yield (Hugging Face name, whole tensor) for every parameter of a model. A tied output matrix comes once.
 
     Under ZeRO-3 parameters are gathered bucket by bucket, so all ranks must iterate to the end; the tensors are then
     copies. Otherwise they are the parameters themselves: copy what must survive the next step.
@@ -341,8 +345,8 @@ def named_weights(model: nn.Module, bucket_elements: int = 50_000_000) -> Iterat
 def in_buckets(
     weights: Iterable[tuple[str, list[nn.Parameter], Combine | None]], bucket_elements: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Gather weights in buckets of ``bucket_elements``, and yield (name, tensor). Each weight is one parameter, or a
-    combination of several."""
+    """Yield (name, whole tensor) for each weight, gathering ``bucket_elements`` elements at a time. Each weight is one
+    parameter, or a combination of several."""
     bucket: list[tuple[str, list[nn.Parameter], Combine | None]] = []
     size = 0
     for entry in weights:
@@ -371,5 +375,5 @@ def _gather_bucket(bucket: list[tuple[str, list[nn.Parameter], Combine | None]])
 
 
 def _unsharded(parameter: Any) -> Tensor:
-    """Return the whole of a DTensor (FSDP), and any other parameter unchanged."""
+    """Return the whole tensor of a parameter that FSDP shards (DTensor), and any other parameter unchanged."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

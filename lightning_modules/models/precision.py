@@ -69,7 +69,7 @@ def check_master_weights(trainer: L.Trainer, dtype: str, adapters: bool = False)
 
 
 def keep_rotary_exact(model: PreTrainedModel) -> None:
-    """Recompute rotary frequencies in float32, whatever the type of the weights.
+    """Recompute a model's rotary frequencies in float32, whatever the type of the weights.
 
     ZeRO-3 makes all floating-point tensors of a model that is being built in the type of the weights. A frequency in
     bfloat16 is off by up to 1/256, which turns a head by radians after some hundred tokens: the trainer would compute
@@ -91,6 +91,6 @@ def keep_rotary_exact(model: PreTrainedModel) -> None:
 
 
 def _frequencies(module: nn.Module) -> dict[str, Tensor]:
-    """Collect a rotary module's frequencies and their copies, one pair per kind of layer (Gemma 3, OLMo 3:
-    ``sliding_attention_inv_freq`` ...)."""
+    """Return a rotary module's frequency buffers by name, one pair (frequencies and a copy) per kind of layer (Gemma 3,
+    OLMo 3: ``sliding_attention_inv_freq`` ...)."""
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")}

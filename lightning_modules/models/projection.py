@@ -34,8 +34,8 @@ LARGE_BLOCK = 2**24
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """Log-prob of a target, entropy (both in nats), and whether the target is the likeliest token, from softmax(logits
-    / temperature).
+    """Computes statistics of target tokens from logits: log-prob, entropy (both in nats), and whether the target is the
+    likeliest token. The distribution is softmax(logits / temperature).
 
     Returns [n, 1 to 3] in float32 (float64 for float64). The last column has no gradient.
 
@@ -52,7 +52,8 @@ class TokenStatistics:
     accuracy: bool = False
 
     def columns(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute [n, K], and a shift [n, 1] for ``gradient_``: the log-probs are (logits - shift) / temperature."""
+        """Return the statistics of each token [n, K], and a shift [n, 1] for ``gradient_``. The log-probs are (logits -
+        shift) / temperature."""
         exact = torch.promote_types(logits.dtype, torch.float32)
         found = logits.new_empty((len(logits), 1 + self.entropy + self.accuracy), dtype=exact)
         shift = logits.new_empty((len(logits), 1), dtype=exact)
@@ -79,7 +80,7 @@ class TokenStatistics:
         return found, shift
 
     def gradient_(self, logits: Tensor, found: Tensor, shift: Tensor, grad: Tensor, targets: Tensor) -> Tensor:
-        """Overwrite logits by their gradient divided by a factor per row; return the factors [n, 1].
+        """Overwrite the logits by their gradient, divided by a factor per row, and return the factors [n, 1].
 
         Values of about 1 lose nothing in half precision. With p = softmax, entropy H, and
         gradients a of the log-prob and b of H::
@@ -113,7 +114,8 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Differentiated:
-    """Any function with the interface of ``TokenStatistics``; autograd takes its gradient, some rows at a time."""
+    """Gives any function of logits the interface of ``TokenStatistics``. Autograd takes its gradient, some rows at a
+    time."""
 
     function: ChunkFunction
 
@@ -133,7 +135,8 @@ class _Differentiated:
 
 
 class _ChunkedProjection(torch.autograd.Function):
-    """Computes columns [N, K] of hidden states; see the module docstring."""
+    """Computes columns [N, K] (such as log-probs) from hidden states without holding all logits; see the module
+    docstring."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -192,18 +195,18 @@ class _ChunkedProjection(torch.autograd.Function):
 
 
 def _buffer(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """Allocate logits of a chunk, or of all tokens if these are fewer."""
+    """Return an empty tensor for the logits of a chunk, or of all tokens if these are fewer."""
     return hidden.new_empty((min(chunk, len(hidden)), len(weight)))
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Compute logits [n, V] in the first rows of the buffer."""
+    """Compute the logits [n, V] of hidden states in the first rows of the buffer, and return these rows."""
     logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
     return logits if bias is None else logits.add_(bias)
 
 
 def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add grad_logits^T hidden to ``total`` [V, H] (None: 0), in place if the types allow: a second [V, H] takes
+    """Return ``total`` [V, H] (None: 0) plus grad_logits^T hidden, in place if the types allow: a second [V, H] takes
     hundreds of MiB."""
     if total is None:
         return (grad_logits.T @ hidden).to(dtype)
@@ -213,7 +216,8 @@ def _add_product(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, dtyp
 
 
 def _slices(total: int, chunk: int) -> list[slice]:
-    """Cut N tokens into chunks; at least one, so that a micro-batch without tokens has a result and a gradient."""
+    """Return the slices that cut ``total`` tokens into chunks. There is at least one, so that a micro-batch without
+    tokens has a result and a gradient."""
     return [slice(i, min(i + chunk, total)) for i in range(0, max(total, 1), chunk)]
 
 
@@ -244,7 +248,8 @@ class LMHead(nn.Linear):
         chunk: int = LOGITS_CHUNK,
         context: Context | None = None,
     ) -> Tensor:
-        """Compute logits [..., V], or, with ``function``, its columns [N, K] float32 for hidden [N, H].
+        """Return the logits [..., V] of hidden states, or, with ``function``, its columns [N, K] float32 for hidden [N,
+        H].
 
         Args:
             hidden: hidden states.

@@ -28,7 +28,8 @@ PROBE_TOKENS = 2000  # evenly spaced tokens of the student's vocabulary; their t
 
 
 class RemoteTeacher:
-    """Requests log-probs of sampled tokens from vLLM's OpenAI-compatible ``/completions`` (``prompt_logprobs``).
+    """Requests a teacher's log-probs of sampled tokens from vLLM servers (OpenAI-compatible ``/completions`` with
+    ``prompt_logprobs``).
 
     The servers read the sampled ids, tool results included; nothing is tokenised again. A request ends with the last
     sampled token, and the one token that the server must generate is dropped. Trajectories are never cut: the server
@@ -73,7 +74,7 @@ class RemoteTeacher:
 
     # ------------------------------------------------------------------ log-probs
     def score(self, batch: TokenBatch) -> Tensor:
-        """Return log-probs [B, T] float32 where the mask is 1, else 0.
+        """Return the teacher's log-probs [B, T] float32 of the sampled tokens, 0 where the mask is 0.
 
         Blocks until all are there; each rank requests its own. Values below ``LEAST_LOGPROB`` are raised to it, and the
         log counts them.
@@ -102,7 +103,7 @@ class RemoteTeacher:
     async def _ask(
         self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Request the log-probs of the wanted positions of each row of the group."""
+        """Request the teacher's log-probs at the wanted positions of the rows in ``group``. Returns a list per row."""
         prompts = [ids[row] for row in group]
         answer, url = await self._servers.post(self._request(prompts), self.patience_s)
         choices = _choices(answer.body, len(prompts))
@@ -117,7 +118,8 @@ class RemoteTeacher:
         return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
     async def _run_all(self, requests: Any) -> list[Any]:
-        """Run all requests at once (at most ``concurrency`` in flight), in their own event loop."""
+        """Run all requests concurrently (at most ``concurrency`` in flight), in their own event loop, and return their
+        results."""
         tasks = [asyncio.ensure_future(request) for request in requests]
         try:
             return await asyncio.gather(*tasks)
@@ -129,7 +131,7 @@ class RemoteTeacher:
 
     # ------------------------------------------------------------------ before a training
     def check(self, student: str, longest: int | None = None) -> None:
-        """Check every server with one request; a failure ends the start at once.
+        """Check every teacher server before the training; a failure ends the start at once.
 
         The server must return log-probs, read text like the student's tokenizer, and accept the longest trajectory and
         the student's largest token id.
@@ -193,7 +195,8 @@ class RemoteTeacher:
 
 
 def _tokens(body: str) -> tuple[list[int] | None, int | None]:
-    """Read token ids and the server's limit of tokens from an answer of ``/tokenize``; missing ones are None."""
+    """Return the token ids and the server's limit of tokens from the text of a ``/tokenize`` answer. Missing ones are
+    None."""
     try:
         content = json.loads(body)
         tokens, most = content["tokens"], content.get("max_model_len")
@@ -203,7 +206,8 @@ def _tokens(body: str) -> tuple[list[int] | None, int | None]:
 
 
 def _choices(body: str, count: int) -> list[dict[str, Any]] | None:
-    """Return the choices of an answer in the order of the prompts; None for an answer of another shape."""
+    """Return the choices of a ``/completions`` answer in the order of the prompts, or None for an answer of another
+    shape."""
     try:
         choices = sorted(json.loads(body)["choices"], key=lambda choice: choice["index"])
     except (ValueError, KeyError, TypeError):
@@ -212,8 +216,8 @@ def _choices(body: str, count: int) -> list[dict[str, Any]] | None:
 
 
 def _logprob(choice: dict[str, Any], prompt: Sequence[int], position: int, url: str) -> float:
-    """Read the log-prob of ``prompt[position]`` given the tokens before it. Raises InfrastructureError if it is
-    missing."""
+    """Return the log-prob of ``prompt[position]`` given the tokens before it, from one choice of a server's answer.
+    Raises InfrastructureError if it is missing."""
     token = prompt[position]
     try:
         entries = choice["prompt_logprobs"]

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def written_otherwise(path: Path, engine: Any) -> bool:
-    """Whether the checkpoint was written with other ranks or another strategy, so that DeepSpeed cannot load it.
+    """Return whether a checkpoint was written with other ranks or another strategy, so that DeepSpeed cannot load it.
 
     That is a single file, or shards of another number of ranks, another stage or other sub-groups (another
     ``sub_group_size``). Reads the first file of model states.
@@ -63,7 +63,7 @@ def written_otherwise(path: Path, engine: Any) -> bool:
 
 
 def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:
-    """Load weights and optimiser state from ``path`` into a DeepSpeed engine (ZeRO-2 or 3) on any number of ranks.
+    """Load a checkpoint's weights and optimiser state into a DeepSpeed engine (ZeRO-2 or 3) on any number of ranks.
 
     Frozen models keep the weights of their folders. Every rank must call.
 
@@ -106,7 +106,7 @@ def load_into_engine(engine: Any, path: Path) -> dict[str, Any]:
 
 
 def _flat_layout(engine: Any, sizes: Sequence[Mapping[str, int]]) -> list[tuple[list[Fragment], int]]:
-    """Describe the runs of parameters in this rank's flat tensors, and the lengths of these tensors."""
+    """Return, for each of this rank's flat tensors, the slices of parameters that it contains and its length."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         layout = [stage3_fragments(group, ranks.rank(), ranks.world_size()) for group in sizes]
@@ -132,7 +132,7 @@ def _flat(state: TrainedState, fragments: Sequence[Fragment], kind: str, size: i
 def _torch_state(
     state: TrainedState, flats: Sequence[tuple[list[Fragment], int]], owners: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build a torch optimiser's ``state_dict`` whose parameters are this rank's flat tensors."""
+    """Return a torch optimiser's ``state_dict`` in which the parameters are this rank's flat tensors."""
     found: dict[int, dict[str, Any]] = {}
     for flat, (fragments, size) in enumerate(flats):
         # A rank may hold no part of a small group: then any parameter of that group names the optimiser's values.
@@ -149,7 +149,7 @@ def _torch_state(
 
 
 class ShardsToo(CheckpointIO):
-    """Mixin that lets a strategy read DeepSpeed folders, too, and writes checkpoints straight to a file.
+    """Lets any strategy read DeepSpeed checkpoint folders, too, and writes checkpoints straight to a file.
 
     Lightning writes them into memory first (2.6.6, ``_atomic_save``): 12 bytes of host memory per parameter.
 
@@ -175,14 +175,16 @@ class ShardsToo(CheckpointIO):
 
 
 def accept_shards(module: L.LightningModule) -> None:
-    """Let the trainer's strategy resume from a DeepSpeed folder, unless it is DeepSpeed's own. Idempotent."""
+    """Let the trainer's strategy resume from a DeepSpeed checkpoint folder, unless it is a DeepSpeed strategy.
+    Idempotent."""
     strategy = module.trainer.strategy
     if not isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy.checkpoint_io, ShardsToo):
         strategy.checkpoint_io = ShardsToo(strategy.checkpoint_io, module)
 
 
 def whole_checkpoint(module: nn.Module, path: Path) -> dict[str, Any]:
-    """Convert a DeepSpeed folder to the checkpoint that Lightning writes with one process: weights and optimiser state.
+    """Convert a DeepSpeed checkpoint folder to the checkpoint that Lightning writes with one process: weights and
+    optimiser state.
 
     Raises:
         ValueError: it cannot be read, or is of another model.

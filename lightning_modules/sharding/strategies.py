@@ -147,13 +147,13 @@ class ZeRO(DeepSpeedStrategy):
 
 
 class ZeRO2(ZeRO):
-    """Shards gradients and optimiser state; for options see ``ZeRO``."""
+    """DeepSpeed strategy that shards gradients and optimiser state. For options see ``ZeRO``."""
 
     STAGE = 2
 
 
 class ZeRO3(ZeRO):
-    """Shards parameters, gradients and optimiser state; for options see ``ZeRO``."""
+    """DeepSpeed strategy that shards parameters, gradients and optimiser state. For options see ``ZeRO``."""
 
     STAGE = 3
 

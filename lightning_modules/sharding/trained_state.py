@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class TrainedState:
-    """Trained parameters and other contents of a checkpoint.
+    """The contents of a checkpoint of any strategy: trained parameters, optimiser state and the rest.
 
     Args:
         names: of the trained parameters, group by group, in the optimiser's order.
@@ -75,11 +75,11 @@ class TrainedState:
     stage: int = 0
 
     def kinds(self, name: str) -> list[str]:
-        """Names of the optimiser's per-element states of a parameter, such as ``exp_avg``."""
+        """Return the names of the optimiser's per-element states of a parameter, such as ``exp_avg``."""
         return [kind for kind in self.pieces[name][0].values if kind != WEIGHTS]
 
     def counted(self, name: str) -> dict[str, Any]:
-        """Copy the optimiser's scalar states of a parameter (``scalars``) into new tensors.
+        """Return copies of the optimiser's scalar states of a parameter (``scalars``), such as its step count.
 
         An optimiser counts in place, and torch takes tensors as they are: parameters that share a tensor would each
         count the steps of all.
@@ -90,7 +90,8 @@ class TrainedState:
         return sum(piece.count for piece in self.pieces[name])
 
     def copy(self, name: str, kind: str, start: int, out: Tensor) -> None:
-        """Copy elements ``start`` to ``start + len(out)`` of the flattened parameter into ``out``.
+        """Copy stored values of a parameter into ``out``: elements ``start`` to ``start + len(out)`` of the flattened
+        parameter.
 
         Raises:
             ValueError: it has fewer.
@@ -110,7 +111,7 @@ class TrainedState:
         return out.view(*shape)
 
     def require(self, sizes: Mapping[str, int], path: Path) -> None:
-        """Raise ValueError unless the checkpoint's trained parameters have these numbers of elements."""
+        """Raise ValueError unless the checkpoint's trained parameters have these names and numbers of elements."""
         missing, extra = sorted(sizes.keys() - self.pieces), sorted(self.pieces.keys() - sizes)
         wrong = sorted(n for n in sizes if n in self.pieces and sizes[n] != self.count(n))
         if missing or extra or wrong:
@@ -125,8 +126,9 @@ class TrainedState:
 
 
 def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fragment]:
-    """Compute where ZeRO-3 stores each parameter. Each is cut into ``ranks`` equal parts, of which the last may be
-    short or empty. A rank stores its parts one after the other, each padded to the width of the first rank's part."""
+    """Return where ZeRO-3 stores each parameter's slice in a rank's flat tensor. Each parameter is cut into ``ranks``
+    equal parts, of which the last may be short or empty. A rank stores its parts one after the other, each padded to
+    the width of the first rank's part."""
     found, at = [], 0
     for name, size in sizes.items():
         width = -(-size // ranks)
@@ -137,8 +139,8 @@ def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fr
 
 
 def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[Fragment]:
-    """Compute where ZeRO-2 stores each parameter. A parameter group is one flat tensor, cut into equal parts, also
-    inside a parameter.
+    """Return where ZeRO-2 stores each parameter's slice in a rank's flat tensor. A parameter group is one flat tensor,
+    cut into equal parts, also inside a parameter.
 
     Args:
         mappings: of every rank up to this one: by name, an address with ``start`` (in the rank's part) and ``numel``.
@@ -154,7 +156,8 @@ def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[F
 
 
 def read_state(path: Path, names: list[list[str]] | None = None) -> TrainedState:
-    """Read a DeepSpeed folder or a Lightning file. Pickles can run code: read only your own.
+    """Read weights and optimiser state from a DeepSpeed checkpoint folder or a Lightning checkpoint file. Pickles can
+    run code: read only your own.
 
     A Lightning file needs ``names`` of the trained parameters in the optimiser's order, which that format does not
     keep.
@@ -240,7 +243,8 @@ def _read_folder(folder: Path) -> TrainedState:
 def _cut(
     layouts: Sequence[Sequence[Iterable[Fragment]]], flats: Sequence[Sequence[Tensor]], optimisers: Sequence[Any]
 ) -> tuple[dict[str, list[Piece]], dict[str, dict[str, Any]]]:
-    """Return pieces and counters by name; the arguments are by rank, then by flat group."""
+    """Cut the ranks' flat tensors into pieces of parameters. Returns pieces and counters by parameter name; the
+    arguments are by rank, then by flat group."""
     pieces: dict[str, list[Piece]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for rank, layout in enumerate(layouts):
@@ -280,7 +284,7 @@ def _read_file(path: Path, names: list[list[str]]) -> TrainedState:
 
 
 def short_names(groups: Iterable[Iterable[str]]) -> list[list[str]]:
-    """Strip the prefixes of an engine from parameter names, by group."""
+    """Return parameter names, by group, without the prefixes that an engine adds."""
     return [[_short(name) for name in group] for group in groups]
 
 

@@ -73,8 +73,8 @@ CONSTANT_ITERATIONS = 5  # in a row without differing rewards in any group, befo
 
 
 class OnPolicyModule(PolicyModule):
-    """Scores a rollout batch (``list[Trajectory]``) and learns from it. The module's docstring lists what an algorithm
-    defines.
+    """Base of on-policy algorithms: computes log-probs and advantages of a rollout batch (``list[Trajectory]``) and
+    learns from it. The module's docstring lists what an algorithm defines.
 
     Where every turn has its own prompt, an algorithm learns from the rows of ``split_turns``: one per turn, with the
     trajectory's reward, group and index.
@@ -181,41 +181,47 @@ class OnPolicyModule(PolicyModule):
     # ------------------------------------------------------------------ what an algorithm says
     @abstractmethod
     def compute_advantages(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> Any:
-        """Return the inputs of ``loss`` as ``RowTensors`` (such as ``LossInputs``), one row per trajectory.
+        """Return advantages and other inputs of ``loss`` as ``RowTensors`` (such as ``LossInputs``), one row per
+        trajectory.
 
         No gradient is recorded. Every rank calls. The mean size of a field ``advantages`` ([B] or [B, T]) is logged as
-        ``train/advantage_abs``, unless this method logs it."""
+        ``train/advantage_abs``, unless this method logs it.
+        """
 
     @abstractmethod
     def loss(
         self, outputs: PolicyOutputs, batch: TokenBatch, inputs: Any, weights: TokenWeights
     ) -> Mapping[str, Tensor]:
-        """Return sums over a micro-batch's tokens, by stream; each is divided by the stream's global count.
+        """Return the losses of a micro-batch by loss stream (policy, value), as sums over its tokens. Each is divided
+        by the stream's global count.
 
         Weight the policy's term of each token by ``weights.product``. A loss that clips logs
-        ``train/clip_fraction``."""
+        ``train/clip_fraction``.
+        """
 
     @property
     def compares(self) -> bool:
-        """Whether a trajectory learns from its reward only by comparison with its group."""
+        """Whether a trajectory's reward teaches only by comparison with the rewards of its group."""
         return True
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the policy is run over the batch before the update, for its log-probs and entropies.
+        """Whether the policy's log-probs and entropies are computed for the rollout batch before the update.
 
         An algorithm that takes a single optimiser step and reads neither in ``compute_advantages`` may return False.
-        Then they are None in ``LogprobBatch``, and the logged figures are those of the update's forward passes."""
+        Then they are None in ``LogprobBatch``, and the logged figures are those of the update's forward passes.
+        """
         return True
 
     def streams(self, batch: TokenBatch, inputs: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
-        """Return the weights [B, T] of each stream; their sum over the mini-batch and all ranks is its divisor."""
+        """Return the token weights [B, T] of each loss stream (policy, value). Their sum over the mini-batch and all
+        ranks is the stream's divisor."""
         return {"policy": weights.aggregation}
 
     # ------------------------------------------------------------------ what it can be trained on
     @property
     def data(self) -> Any:
-        """The data module, or None where the Trainer was given loaders."""
+        """The trainer's data module, or None where the Trainer was given loaders."""
         return getattr(self.trainer, "datamodule", None)
 
     def setup(self, stage: str) -> None:
@@ -224,8 +230,8 @@ class OnPolicyModule(PolicyModule):
             self.accept_data(self.data)
 
     def accept_data(self, data: Any) -> None:
-        """Call ``check_data`` once per data module. Data modules with rollouts call this before their engine loads a
-        model; ``setup`` calls it for all others."""
+        """Check a data module with ``check_data``, only once. Data modules with rollouts call this before their engine
+        loads a model; ``setup`` calls it for all others."""
         if self._accepted != id(data):
             self.check_data(data)
             self._accepted = id(data)
@@ -272,8 +278,8 @@ class OnPolicyModule(PolicyModule):
         return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
-        """Refuse models without an embedding for a token id that the policy may sample. The dry run calls this, too,
-        for models on this machine."""
+        """Refuse models (reference, teacher, critic) without an embedding for a token id that the policy may sample.
+        The dry run calls this, too, for models on this machine."""
         for folder in self.read_by().values():
             require_rows(self.policy_path, folder)
 
@@ -292,7 +298,8 @@ class OnPolicyModule(PolicyModule):
         optimisation.set_clipping(self, self.max_grad_norm)
 
     def load_frozen(self, folder: str, dtype: DType) -> PreTrainedModel:
-        """Load the frozen model of a folder. For an adapted policy's own folder, return its base.
+        """Load the frozen model (reference or teacher) of a folder. If this is the folder of a policy with LoRA
+        adapters, return the policy's base instead.
 
         Raises:
             ValueError: it has another tokenizer than the policy.
@@ -316,7 +323,7 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ forward passes without gradient
     def score(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> LogprobBatch:
-        """Run the declared models over the batch without gradient, micro-batch by micro-batch."""
+        """Return the log-probs, values and entropies of a batch from all declared models, without gradient."""
 
         def policy_stats(micro: TokenBatch) -> Tensor:
             stats = self._token_stats(self.policy, micro)
@@ -337,7 +344,7 @@ class OnPolicyModule(PolicyModule):
         return next((logprobs for logprobs in found if logprobs is not None), None)
 
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        """Compute log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
+        """Return the log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
         statistics = TokenStatistics(self.temperature)
         return self._scored(batch, lambda micro: token_columns(model, micro, statistics, self.logits_chunk)[0])
 
@@ -351,7 +358,7 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ one iteration
     def token_weights(self, batch: TokenBatch, scores: LogprobBatch) -> TokenWeights:
-        """Return the weights of each token in the policy's loss; whole rows only."""
+        """Return the weights of each token in the policy's loss (``TokenWeights``). Rows must be whole."""
         aggregation = aggregation_weights(batch.mask, self.aggregation)
         correction = batch.mask
         if self.corrects:
@@ -359,7 +366,8 @@ class OnPolicyModule(PolicyModule):
         return TokenWeights(batch.mask, aggregation, correction)
 
     def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        """Share out the outcome's advantages [B, T] among the tokens, transform by transform."""
+        """Share out the outcome's advantages [B, T] among the tokens by all advantage transforms in turn, and return
+        them."""
         for transform in self.advantage_transforms:
             advantages = transform.assign_credit(rollout, advantages)
         return advantages
@@ -367,8 +375,8 @@ class OnPolicyModule(PolicyModule):
     def apply_transforms(
         self, rollout: RolloutBatch, advantages: Tensor
     ) -> tuple[Tensor, tuple[RowTensors | None, ...]]:
-        """Apply all advantage transforms. Returns the advantages, and the values that each transform keeps for its
-        loss."""
+        """Apply all advantage transforms in turn. Returns the advantages [B, T], and the values that each transform
+        keeps for its loss."""
         kept: list[RowTensors | None] = []
         for transform in self.advantage_transforms:
             advantages, own = transform.transform(rollout, advantages)
@@ -376,7 +384,7 @@ class OnPolicyModule(PolicyModule):
         return advantages, tuple(kept)
 
     def add_losses(self, policy: Tensor, micro: MicroBatch, kept: Sequence[RowTensors | None]) -> Tensor:
-        """Add the losses of all transforms to the policy's."""
+        """Return the policy's loss plus the losses of all advantage transforms."""
         for transform, own in zip(self.advantage_transforms, kept, strict=True):
             added = transform.loss(micro, own)
             policy = policy if added is None else policy + added
@@ -438,11 +446,12 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def last_token_values(self) -> list[tuple[Trajectory, dict[str, list[float]]]]:
-        """Per-token values of the last batch, for trajectory pages: pairs of a whole trajectory and, by name, one value
-        per response token.
+        """The values per token of the last batch, for trajectory pages. Each entry is a whole trajectory and, by name,
+        one value per response token.
 
         The values are those of ``score`` and ``compute_advantages``, ``kl`` (log-ratio of student to teacher, or else
-        to the reference) and ``importance`` (the correction)."""
+        to the reference) and ``importance`` (the correction).
+        """
         if self._last is None:
             return []
         trajectories, batch, scores, inputs, weights = self._last
@@ -476,7 +485,7 @@ class OnPolicyModule(PolicyModule):
             scheduler.step()
 
     def _mini_batch(self, batch: TokenBatch, inputs: RowTensors, weights: TokenWeights, index: Sequence[int]) -> bool:
-        """Take one optimiser step. Return whether any rank had something to learn from."""
+        """Take one optimiser step on the rows ``index``. Returns whether any rank had something to learn from."""
         whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, inputs, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
         losses: list[optimisation.MicroLosses] = []
@@ -516,6 +525,7 @@ class OnPolicyModule(PolicyModule):
             transform.on_load_checkpoint(checkpoint)
 
     def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> None:
-        """Log metrics of the batch without infrastructure failures; ``log_rollout`` logs the others."""
+        """Log metrics that need the batch's tensors, without infrastructure failures. ``log_rollout`` logs the other
+        metrics."""
         episodes = {(t.group, t.index) for t in trajectories}
         self.metrics.mean("train/response_tokens", batch.mask.sum(), len(episodes))

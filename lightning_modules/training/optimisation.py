@@ -26,7 +26,7 @@ SHOWN = 8  # trajectories and parameters that an error names
 
 
 class NonFiniteError(ValueError):
-    """A loss or a gradient norm is NaN or infinite. Raised on every rank with the same message."""
+    """Raised when a loss or a gradient norm is NaN or infinite, on every rank with the same message."""
 
 
 def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
 
 
 def only(module: L.LightningModule) -> tuple[LightningOptimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Return the module's only optimiser and its scheduler, as ``adamw`` made them."""
+    """Return the module's only optimiser and its learning-rate scheduler, as ``adamw`` made them."""
     return cast("Any", (module.optimizers(), module.lr_schedulers()))
 
 
@@ -47,8 +47,8 @@ def under_deepspeed(module: L.LightningModule) -> bool:
 
 
 def set_clipping(module: L.LightningModule, max_norm: float) -> None:
-    """Write the clipping norm into DeepSpeed's configuration, before its engine exists. Its engine clips inside its
-    step."""
+    """Write the gradient-clipping norm into DeepSpeed's configuration, before the engine exists. DeepSpeed clips inside
+    its optimiser step."""
     config = getattr(module.trainer.strategy, "config", None)
     if isinstance(config, dict):
         config["gradient_clipping"] = max_norm
@@ -62,7 +62,7 @@ def step(
     metrics: StepMetrics,
     idle: bool,
 ) -> None:
-    """Clip the accumulated gradient, apply it and clear it. Every rank must call.
+    """Take one optimiser step: clip the accumulated gradient, apply it and clear it. Every rank must call.
 
     The gradient norm before clipping is logged as ``train/grad_norm`` (the policy, or all parts under DeepSpeed) and
     ``train/grad_norm_<part>``.
@@ -104,7 +104,7 @@ def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], ma
 
 
 def engine_norm(module: L.LightningModule) -> dict[str, Any]:
-    """Return the joint gradient norm of DeepSpeed's last step under the name of the policy; empty without a norm."""
+    """Return the joint gradient norm of DeepSpeed's last step as {"policy": norm}; empty without a norm."""
     strategy: Any = module.trainer.strategy
     norm = strategy.deepspeed_engine.get_global_grad_norm()
     return {} if norm is None else {"policy": torch.as_tensor(float(norm))}
@@ -153,7 +153,7 @@ def _first(names: Sequence[str]) -> str:
 
 @contextmanager
 def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
-    """Set the learning rate to 0 for a step without loss tokens.
+    """Set the learning rate to 0 inside the block if the step has no loss tokens (``idle``).
 
     Its gradient is zero, but momentum and weight decay would still move the weights. The step itself still runs, which
     keeps counters and collectives of all ranks equal.
@@ -189,8 +189,8 @@ def _nothing() -> None:
 
 
 def decay_groups(part: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into two groups: matrices decay, biases and norms (fewer than two dimensions) do
-    not.
+    """Return two optimiser groups of the trainable parameters: matrices decay, biases and norms (fewer than two
+    dimensions) do not.
 
     Source: docs/papers/dgpo.md 1.3. Under ZeRO-3 a parameter is a flat piece, and ``ds_shape`` has its shape.
     """

@@ -48,7 +48,7 @@ FROZEN = ("teacher.", "self_teacher.", "reference.")
 
 
 class PolicyModule(L.LightningModule):
-    """Holds the policy and evaluates it; subclasses add the learning.
+    """LightningModule that loads a language model (the policy) and evaluates it. Subclasses add the learning.
 
     Validation and test batches are trajectories that were rolled out with the current weights; the steps hand them
     on unchanged, and callbacks compute metrics of them.
@@ -97,16 +97,18 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ building
     def frozen_models(self) -> dict[str, tuple[str, DType]]:
-        """Folder and type of each frozen model, by attribute; known before ``build_models`` loads them."""
+        """Return the folder and dtype of each frozen model, by the module's attribute. They are known before
+        ``build_models`` loads the models."""
         return {}
 
     def read_by(self) -> dict[str, str]:
-        """Map each model that reads the trajectories' token ids (its attribute) to its folder."""
+        """Return the folder of each model that reads the trajectories' token ids, by the module's attribute."""
         frozen = {name: folder for name, (folder, _) in self.frozen_models().items()}
         return {"policy": self.policy_path} | frozen
 
     def check_ids(self, trajectories: Iterable[Trajectory]) -> None:
-        """Raise ValueError if a model has no embedding for a token id; the model itself would raise an IndexError."""
+        """Raise ValueError if a model has no embedding for a token id of the trajectories. The model itself would raise
+        an IndexError."""
         known = {name: (folder, self._rows_of(name, folder)) for name, folder in self.read_by().items()}
         for t in trajectories:
             token = max((*t.prompt_ids, *t.response_ids))
@@ -119,12 +121,13 @@ class PolicyModule(L.LightningModule):
                     )
 
     def _rows_of(self, name: str, folder: str) -> int | None:
-        """Count the embedding rows: of the loaded model, else by the configuration in its folder."""
+        """Return the number of embedding rows of a model: of the loaded model, else by the configuration in its
+        folder."""
         embeddings = getattr(getattr(self, name, None), "get_input_embeddings", None)
         return getattr(embeddings(), "num_embeddings", None) if callable(embeddings) else embedding_rows(folder)
 
     def configure_model(self) -> None:
-        """Load the models once. Lightning calls this before each of fit, validate and test."""
+        """Load the module's models once. Lightning calls this before each of fit, validate and test."""
         strategy: Any = self.trainer.strategy
         if self.trainer.state.fn == TrainerFn.FITTING:
             check_master_weights(self.trainer, self.dtype_name, self.lora is not None)
@@ -143,7 +146,7 @@ class PolicyModule(L.LightningModule):
             self.build_models()
 
     def build_models(self) -> None:
-        """Load submodules; override to add more, calling this first."""
+        """Load the module's models, here the policy. Override to add more, calling this first."""
         self.policy = load_causal_lm(self.policy_path, self.dtype_name, self.attention, self.gradient_checkpointing)
         if self.lora is not None:
             self.lora.attach(self.policy)
@@ -170,12 +173,12 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ for the sampler and for export
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (Hugging Face name, tensor) of the policy, adapters merged; all ranks must iterate to the end
-        (see ``named_weights``)."""
+        """Yield (Hugging Face name, tensor) for all weights of the policy, LoRA adapters merged. All ranks must iterate
+        to the end (see ``named_weights``)."""
         return named_weights(self.policy) if self.lora is None else adapters.merged_weights(self.policy)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (name in the policy, tensor) of the adapters; empty without LoRA. All ranks must iterate to the
+        """Yield (name in the policy, tensor) for all LoRA adapters; empty without LoRA. All ranks must iterate to the
         end."""
         return iter(()) if self.lora is None else adapters.adapter_weights(self.policy)
 
@@ -194,7 +197,8 @@ class PolicyModule(L.LightningModule):
         temperature: float = 1.0,
         logits_chunk: int = LOGITS_CHUNK,
     ) -> list[TurnValues]:
-        """Compare the current policy with a teacher on every turn: the metrics of ``values_by_turn`` by trajectory.
+        """Measure how far the policy's log-probs differ from a teacher's on every turn. Returns the metrics of
+        ``values_by_turn`` for each trajectory.
 
         No gradient. Every rank must call, with any number of trajectories (also 0).
 
@@ -226,7 +230,8 @@ class PolicyModule(L.LightningModule):
         require_rows(self.policy_path, folder)
 
     def _judge_from(self, folder: str) -> PreTrainedModel:
-        """Load the frozen model of a folder; reuse the module's own teacher or reference of that folder."""
+        """Return the frozen teacher of a folder, loaded on the first call. The module's own teacher or reference of
+        that folder is reused."""
         for name in ("teacher", "reference"):
             own = getattr(self, name, None)
             if own is not None and getattr(self, f"{name}_path", None) == folder:
@@ -254,7 +259,8 @@ class PolicyModule(L.LightningModule):
         return None if self.lora is None else asdict(self.lora) | {"dtype": self.dtype_name}
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Drop what is loaded from its folder again: frozen models, and the bases of adapters."""
+        """Return a state dict without the weights that are loaded from their folder again: frozen models, and the bases
+        of LoRA adapters."""
         parts = [] if self.lora is None else list(self.named_children())
         bases = {n for name, part in parts if adapters.layers(part) for n in adapters.frozen_names(part, name)}
         return {k: v for k, v in state.items() if not k.startswith(FROZEN) and k not in bases}
@@ -285,7 +291,7 @@ class PolicyModule(L.LightningModule):
 
 
 def _both(model: PreTrainedModel, chunk: int, temperature: float, micro: TokenBatch) -> Tensor:
-    """Compute log-probs and entropies, stacked [2, b, t]."""
+    """Return the log-probs and entropies of a micro-batch, stacked [2, b, t]."""
     stats = token_logprobs(model, micro, chunk, temperature)
     return torch.stack([stats.logprobs, stats.entropy])
 

@@ -17,7 +17,8 @@ from rollout.trajectory_metrics import rollout_metrics
 
 
 def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> None:
-    """Log one iteration's rollout batch (this rank's groups), over all ranks.
+    """Log the rewards, stop reasons, tool calls and forks of one iteration's rollout batch (this rank's groups), over
+    all ranks.
 
     Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
     ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share

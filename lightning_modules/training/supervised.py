@@ -66,8 +66,8 @@ class SupervisedModule(PolicyModule):
 
     @abstractmethod
     def token_losses(self, batch: TokenBatch) -> Mapping[str, Tensor]:
-        """Return values [N] at the positions where ``batch.mask`` is 1. ``loss`` carries the gradient; all values are
-        logged as token means under train/."""
+        """Return losses and metrics by name, with one value [N] for each position where ``batch.mask`` is 1. ``loss``
+        carries the gradient; all values are logged as token means under train/."""
 
     def build_models(self) -> None:
         super().build_models()
@@ -80,8 +80,8 @@ class SupervisedModule(PolicyModule):
         return optimisation.adamw(groups, [factor] * len(groups), betas=self.betas, weight_decay=self.weight_decay)
 
     def accept_data(self, data: Any) -> None:
-        """Raise ValueError for data of another kind of learning, and for token ids that a model lacks. Data modules
-        call this before an engine starts."""
+        """Raise ValueError for data that this algorithm cannot learn from: the student's own trajectories to imitate,
+        or token ids that a model lacks. Data modules call this before an engine starts."""
         samples = getattr(data, "samples_student", False)
         if samples and self.imitates_tokens:
             raise ValueError(
@@ -107,7 +107,8 @@ class SupervisedModule(PolicyModule):
 
     @torch.no_grad()
     def _validate_held_out(self, log: bool) -> None:
-        """Compute token means of the losses on held-out trajectories, for the log and for data that adapts to them."""
+        """Compute the mean losses on held-out trajectories, over tokens, for the log and for data modules that adapt to
+        them."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if not getattr(data, "held_out", 0):
             return
@@ -151,5 +152,5 @@ class SupervisedModule(PolicyModule):
         self.log_dict(reduced, batch_size=1)
 
     def after_step(self, metrics: dict[str, float]) -> None:
-        """Hook after every optimiser step with its metrics, which are equal on all ranks; entries added to them are
+        """Hook that runs after every optimiser step. ``metrics`` are equal on all ranks, and entries added to them are
         logged. For schedules that depend on the loss."""

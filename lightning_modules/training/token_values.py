@@ -26,7 +26,7 @@ TokenValues = dict[str, list[float]]  # by name, one value per response token
 def values_by_token(
     rows: Sequence[Trajectory], batch: TokenBatch, tensors: Mapping[str, Tensor]
 ) -> list[tuple[Trajectory, TokenValues]]:
-    """Pair each trajectory with the values of its response tokens, taken from tensors [B, T].
+    """Return each trajectory with the values of its response tokens by name, taken from tensors [B, T].
 
     Args:
         rows: of ``batch``: trajectories, or their ``split_turns`` one after the other. Values of turn rows are joined
@@ -61,7 +61,8 @@ def regrouped(
 
 
 def _whole(row: Trajectory) -> tuple[Trajectory, int]:
-    """Return the whole trajectory of a row, and the offset of the row's response in it (0 for a whole one)."""
+    """Return the whole trajectory that a row belongs to, and the offset of the row's response in it (0 for a whole
+    one)."""
     if row.episode is None or row.row is None:
         return row, 0
     return row.episode, row.episode.turns[row.row].start
@@ -70,7 +71,7 @@ def _whole(row: Trajectory) -> tuple[Trajectory, int]:
 def values_by_turn(
     trajectories: Sequence[Trajectory], batch: TokenBatch, student: Tensor, teacher: Tensor, teacher_entropy: Tensor
 ) -> list[TurnValues]:
-    """Compare student S and teacher T on every turn that holds a token, by trajectory.
+    """Return how far student S and teacher T differ on every turn that holds a token, for each trajectory.
 
     The values are ``divergence`` (mean |S - T| of log-probs), ``signed`` (mean T - S), ``weight`` (SOD's, at delta 0.2
     and epsilon 1e-6) and ``teacher_entropy``, in nats.
