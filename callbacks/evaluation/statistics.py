@@ -23,7 +23,7 @@ class Interval:
     n: int
 
     def as_json(self) -> dict[str, float | int | None]:
-        """Return the fields, with null for NaN, which JSON does not have."""
+        """Return the interval as a dict for JSON, with null for NaN, which JSON does not have."""
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
 
 

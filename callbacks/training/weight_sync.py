@@ -20,7 +20,8 @@ PROBE_TEXT = "Where is the old lighthouse?"
 
 
 class WeightSync(L.Callback):
-    """Pushes the policy's weights into the engine (``datamodule.rollouts.load_weights``, version ``global_step``).
+    """Pushes the policy's weights into the rollout engine (``datamodule.rollouts.load_weights``, version
+    ``global_step``).
 
     Pushes at the start of training, after each training iteration that is followed by a sampled batch, and before each
     validation and test, unless the engine already has that version. Each rank's own engine, or the servers that all

@@ -49,7 +49,7 @@ class Algorithm(Protocol):
 
     @property
     def advantage(self) -> str:
-        """How the outcome becomes an advantage: an option of GRPO, or gae."""
+        """The way in which rewards become advantages: GRPO's option ``advantage``, or gae."""
         ...
 
     @property

@@ -44,8 +44,8 @@ class SkillInputs(RowTensors):
 
 
 class SkillTeacher(AdvantageTransform):
-    """Base of transforms that learn from a self-teacher: the policy with skills (advice texts) in its prompt
-    (``skill_signals.py``).
+    """Base of transforms that learn from a self-teacher (``skill_signals.py``): the current, averaged or initial policy
+    with skills (advice texts) in its prompt.
 
     The teacher never generates. It scores the student's response ids after the student's prompt with skills in the
     user's turn. The rollout system's protocol renders that prompt again, from the same task and turns, with the history

@@ -140,7 +140,7 @@ def after_prompts(
 def check_lengths(
     algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], told: str, option: str
 ) -> None:
-    """Raise ValueError if the teacher's prompt and a response exceed the model's positions.
+    """Raise ValueError if a teacher's prompt and its response are longer than the model's maximum number of positions.
 
     Args:
         told: the addition to the teacher's prompt, for the message.

@@ -80,7 +80,7 @@ def _read(kind: GateKind, name: str, values: Tensor | None) -> Tensor:
 
 
 def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """Average the gate over the tokens whose mask is not 0; 0 without any. Every rank must call.
+    """Return the mean of SDAR's gate over the tokens whose mask is not 0; 0 without any. Every rank must call.
 
     A *centred* gate is ``gate - gate_mean``. As a baseline, the mean keeps the expected gradient (up to the share 1/n
     of a token in the mean) and removes the push on every sampled token, which at beta 0 would sharpen the student at

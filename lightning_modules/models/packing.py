@@ -113,7 +113,7 @@ def check_body(model: Any, path: str) -> None:
 
 
 def packed_states(body: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a transformer body over a batch without padding: its b rows are one row of N tokens, one after the other.
+    """Run a transformer body over a batch without padding: b rows, one after the other, as one row of N tokens.
 
     A row without tokens (the stand-in of an empty micro-batch) counts as one token.
 
