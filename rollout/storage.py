@@ -60,7 +60,7 @@ class TrajectoryFileError(FileError):
 
 
 def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
-    """Write a parquet file atomically: a reader never sees half a file. Replaces an existing file.
+    """Write trajectories to a parquet file. The write is atomic and replaces an existing file.
 
     Leaves out a program's tests (``metadata["tests"]``, up to megabytes), because the question file has them.
 
@@ -74,7 +74,7 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
 
 
 def load_trajectories(path: str | Path) -> list[Trajectory]:
-    """Load trajectories that ``save_trajectories`` wrote, in the same order.
+    """Load trajectories from a parquet file, in the order in which ``save_trajectories`` wrote them.
 
     Raises FileNotFoundError, or TrajectoryFileError with the file and the wrong column or row.
     """
@@ -142,7 +142,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
 
 
 def _json(value: Any, what: str, kind: TypeAdapter[Any] = _OBJECT) -> str:
-    """Return a value as JSON. Raises TrajectoryFileError if it would not load as an equal value."""
+    """Return a value as JSON text. Raises TrajectoryFileError if it would not load as an equal value."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=_fields)
         equal = kind.validate_python(json.loads(text)) == value

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TestLimits:
-    """Limits of evaluations; by default the limits of training. See ``agent_loop.Budgets``."""
+    """Limits of turns and tokens in evaluations; None takes the limit of training. See ``agent_loop.Budgets``."""
 
     __test__ = False  # tell pytest that this is not a test
 
@@ -153,28 +153,29 @@ class RolloutSystem:
 
     @property
     def policy_version(self) -> int:
-        """Version of the engine's weights. 0 before the first ``load_weights`` and after ``close``, because the engine
-        then starts with its folder's weights."""
+        """Version number of the engine's current weights. 0 before the first ``load_weights`` and after ``close``,
+        because the engine then starts with its folder's weights."""
         return self._policy_version
 
     @property
     def running(self) -> bool:
-        """Whether the system is started and not closed."""
+        """Whether the rollout system is started and not closed."""
         return self._thread is not None
 
     @property
     def needs_answers(self) -> bool:
-        """Whether tasks need gold answers: the environment does not score itself."""
+        """Whether tasks need gold answers. They do not if the environment scores its episodes itself."""
         return not scores_itself(self.environment)
 
     def first_prompts(self, *, inject_skills: bool = True, test: bool = False) -> FirstPrompts:
-        """Return the writer of the first prompts of rollouts; ``inject_skills`` and ``test`` as in ``rollout``."""
+        """Return the object that writes the first prompt of each trajectory; ``inject_skills`` and ``test`` as in
+        ``rollout``."""
         loop = self._test_loop if test else self.agent_loop
         return loop.first_prompts if inject_skills else dataclasses.replace(loop.first_prompts, skills=None)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The latest reasons of infrastructure failures, oldest first."""
+        """Error messages of the latest infrastructure failures (engine, tool or reward service), oldest first."""
         return tuple(self.agent_loop.failures)
 
     def start(self) -> None:
@@ -262,7 +263,7 @@ class RolloutSystem:
         _raise_first_error(task)
 
     def background(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine, which awaits ``roll_out``, in the system's event loop.
+        """Run a coroutine in the system's event loop and return its future. The coroutine awaits ``roll_out``.
 
         Cancelling the future, or ``close``, cancels the coroutine."""
         self.start()
@@ -271,8 +272,8 @@ class RolloutSystem:
     async def roll_out(
         self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int
     ) -> list[Trajectory]:
-        """Roll out trajectories as ``rollout`` does, but as a coroutine in the system's event loop (see
-        ``background``).
+        """Roll out ``n`` trajectories per task. Returns them ordered by task, then index. Awaited in the system's event
+        loop (see ``background``).
 
         Args:
             batch: number of the batch, from 0. Lower numbers go first.
@@ -307,8 +308,8 @@ class RolloutSystem:
         self._policy_version = version
 
     def probe(self, text: str, max_new_tokens: int) -> tuple[list[int], dict[str, Generation]]:
-        """Continue ``text`` greedily, without a protocol. Returns its token ids, and the generation by server (or by
-        "the engine"). Raises InfrastructureError if one does not answer."""
+        """Generate greedily from ``text`` with the engine, without a chat template. Returns the ids of ``text``, and a
+        generation for each server (or for "the engine"). Raises InfrastructureError if one does not answer."""
         self._start_awake()
         ids = list(self.protocol.tokenizer.encode(text))
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
@@ -318,25 +319,25 @@ class RolloutSystem:
         return ids, {"the engine": self._submit(self.engine.generate(ids, sampling)).result()}
 
     def sleep(self) -> None:
-        """Free the engine's memory until the next push or rollout, with ``sleep_mode: true``. Raises RuntimeError if
-        trajectories are in flight."""
+        """Free the engine's GPU memory until the next weight push or rollout; no effect without ``sleep_mode``. Raises
+        RuntimeError if trajectories are in flight."""
         if self._sleeper is not None:
             self._submit(self._sleeper.sleep()).result()
 
     def _start_awake(self) -> None:
-        """Start, and wake the engine up. It still has the weights of the last push."""
+        """Start the rollout system and wake the engine up. The engine still has the weights of the last push."""
         self.start()
         if self._sleeper is not None:
             self._submit(self._sleeper.wake_up()).result()
 
     @property
     def shares_engine(self) -> bool:
-        """Whether other ranks sample from the same servers."""
+        """Whether other ranks sample from the same engine servers."""
         return is_shared(self.engine)
 
     def close(self) -> None:
-        """Close tools, reward and engine, and end the thread. Idempotent. A later use starts all again, with the
-        engine's first weights (see ``policy_version``)."""
+        """Close tools, reward and engine, and end the background thread. Idempotent. A later use starts all again, with
+        the engine's first weights (see ``policy_version``)."""
         with self._lock:
             if self._thread is None:
                 return
@@ -357,7 +358,7 @@ class RolloutSystem:
 
     @contextmanager
     def _nothing_in_flight(self) -> Iterator[None]:
-        """Wait in the caller's thread until all running groups are done, and let no group begin inside the block."""
+        """Context manager that waits until all running groups are done, and lets no group begin inside the block."""
         thread, update, began = self._running_thread, object(), time.monotonic()
         try:
             thread.call(lambda: self._admission.close(update))
@@ -397,7 +398,8 @@ class RolloutSystem:
         batch: int = -1,
         loop: AgentLoop | None = None,
     ) -> None:
-        """Roll out all groups. ``batch``: lower numbers go first; -1 is for ``stream``, whose caller waits."""
+        """Roll out ``n`` trajectories per task and pass each to ``deliver`` once it is finished. ``batch``: lower
+        numbers go first; -1 is for ``stream``, whose caller waits."""
         scorer = None if self.reward is None else Scorer(self.reward)
         chosen = loop or self.agent_loop
 
@@ -429,7 +431,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Schedule a call of ``function`` in the loop."""
+        """Schedule a call of ``function`` in the event loop, without waiting for it."""
         self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
@@ -439,7 +441,8 @@ class EventLoopThread:
 
 
 def check_sleep(engine: Any, in_flight_updates: bool, max_off_policy_iterations: int = 0) -> None:
-    """Check that an engine (or its class) can sleep and is idle while the trainer trains. Raises ValueError."""
+    """Raise ValueError unless an engine can free its memory (sleep) and is idle while the trainer trains. ``engine``
+    may be a class."""
     cure = "take sleep_mode: false"
     if max_off_policy_iterations or in_flight_updates:
         ahead = f"data.max_off_policy_iterations is {max_off_policy_iterations}"
@@ -472,7 +475,7 @@ async def _launch(work: Coroutine[Any, Any, None], on_done: Callable[[], None]) 
 
 
 def _raise_first_error(task: asyncio.Task[None]) -> None:
-    """Raise the error that ended a task, if any, without the exception groups around it."""
+    """Raise the error that ended an asyncio task, if any, without the exception groups around it."""
     if task.cancelled():
         raise RuntimeError("the rollout system was closed while trajectories were in flight")
     if (error := task.exception()) is not None:

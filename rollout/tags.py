@@ -15,7 +15,7 @@ _END_OF_MATH = re.compile(r"\$|\\\]|\\\)|\n")
 
 
 def between(text: str, opening: str, closing: str) -> list[str]:
-    """Return the texts from each ``opening`` to the next ``closing``, in order.
+    """Return the texts from each ``opening`` tag to the next ``closing`` tag, in order.
 
     Equals ``re.findall(f"{opening}(.*?){closing}", text, re.DOTALL)``, which takes quadratic time where tags are
     opened and never closed.
@@ -32,7 +32,7 @@ def between(text: str, opening: str, closing: str) -> list[str]:
 
 
 def last_between(text: str, opening: str, closing: str) -> str | None:
-    """Return the text from the last ``opening`` that is closed to the next ``closing``; None without one.
+    """Return the text of the last tag pair, from its ``opening`` to the next ``closing``; None without a pair.
 
     >>> last_between("<a>1</a> <a> <a>2</a> 3</a> <a>4", "<a>", "</a>")
     '2'
@@ -43,8 +43,8 @@ def last_between(text: str, opening: str, closing: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed``: of its matched braces, or for ``\boxed 8`` the text up to the end of
-    the formula or line. None without a box, or if its brace is never closed.
+    r"""Return the content of the last LaTeX ``\boxed{...}``, or None without a box or if its brace is never closed. For
+    ``\boxed 8`` the content reaches to the end of the formula or line.
 
     >>> boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -60,7 +60,7 @@ def boxed(text: str) -> str | None:
 
 
 def closing_brace(text: str) -> int | None:
-    r"""Return the position of the brace that closes the first one opened, or None. Escaped braces count, as in released
+    r"""Return the index of the brace that closes the first opened brace, or None. Escaped braces count, as in released
     code.
 
     >>> closing_brace(r"\{a{b}} c"), closing_brace("a{b")
@@ -81,5 +81,6 @@ def unwrapped(answer: str) -> str:
 
 
 def mended(text: str) -> str:
-    r"""Repair ``\boxed`` in a published prompt."""
+    r"""Return a published prompt with its broken ``\boxed`` repaired: ARPO's files have a backspace in place of
+    ``\b``."""
     return text.replace(BROKEN_BOX, "\\boxed")

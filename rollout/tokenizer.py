@@ -19,7 +19,7 @@ _STAND_IN = re.compile("[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]")
 
 
 def load_tokenizer(folder: str) -> Any:
-    """Load the tokenizer of a folder. Raises ValueError if it is missing or has no EOS token."""
+    """Load the Hugging Face tokenizer of a model folder. Raises ValueError if it is missing or has no EOS token."""
     from transformers import AutoTokenizer  # takes seconds to import
 
     try:
@@ -33,7 +33,7 @@ def load_tokenizer(folder: str) -> Any:
 
 @contextmanager
 def template_errors(tokenizer: Any, *also: type[Exception]) -> Iterator[None]:
-    """Turn errors of a chat template into a ValueError that names the tokenizer's folder.
+    """Turn errors that a chat template raises in the block into a ValueError that names the tokenizer's folder.
 
     Many templates refuse some messages, such as a system message or two user messages in a row.
 
@@ -50,14 +50,15 @@ def template_errors(tokenizer: Any, *also: type[Exception]) -> Iterator[None]:
 
 
 def render_chat(tokenizer: Any, messages: Iterable[Any], **options: Any) -> str:
-    """Return the text that the chat template writes, with the options of ``apply_chat_template``. Raises ValueError
-    where the template refuses the messages."""
+    """Return the text that the tokenizer's chat template writes for ``messages``. Takes the options of
+    ``apply_chat_template``. Raises ValueError where the template refuses the messages."""
     with template_errors(tokenizer, TypeError):
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
 
 
 def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
-    """Encode a text as ``tokenizer(text, add_special_tokens=False, split_special_tokens=plain)`` does.
+    """Return the token ids of a text, as ``tokenizer(text, add_special_tokens=False, split_special_tokens=plain)``
+    does.
 
     Calls the tokenizer's backend, which is faster for short texts. Lone surrogates, which a chat template can write,
     become U+FFFD.
@@ -79,7 +80,7 @@ def encode(tokenizer: Any, text: str, plain: bool = False) -> list[int]:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], skip_special: bool = False) -> str:
-    """Decode ids. Keeps all white space, and special tokens unless ``skip_special``."""
+    """Return the text of token ids. Keeps all white space, and special tokens unless ``skip_special``."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
@@ -113,19 +114,20 @@ class Quotes:
         self._special_tag = _any_of([tag for tag in self._tags if tag in special])
 
     def quote(self, text: str) -> str:
-        """Quote external text, to be inserted into a text for ``ids``."""
+        """Replace the tokenizer's tags in external text by stand-ins, which ``ids`` encodes as ordinary text."""
         return self._tag.sub(lambda tag: self._stand_ins[tag[0]], whole(text))
 
     def quote_special(self, text: str) -> str:
-        """Quote only special tokens. The text may be quoted already, and keeps other tags, such as ``<think>``."""
+        """Replace only special tokens in a text by stand-ins. The text may be quoted already, and keeps other tags,
+        such as ``<think>``."""
         return self._special_tag.sub(lambda tag: self._stand_ins[tag[0]], text)
 
     def ids(self, text: str) -> list[int]:
-        """Encode a text, with its quoted tags as ordinary text."""
+        """Return the token ids of a text. Quoted tags (see ``quote``) are encoded as ordinary text."""
         return self.ids_in_pieces(text) if _STAND_IN.search(text) else encode(self.tokenizer, text)
 
     def ids_in_pieces(self, text: str) -> list[int]:
-        """Encode a text piece by piece, cut at its tags."""
+        """Return the token ids of a text, encoded piece by piece and cut at the tokenizer's tags."""
         ids: list[int] = []
         for piece in self._tag.split(text):
             if piece in self._tags:
@@ -142,7 +144,8 @@ class Quotes:
 
     @cached_property
     def _backend(self) -> Any:
-        """A copy of the backend in which every tag is ordinary text. Made when the first tag is quoted."""
+        """A copy of the tokenizer's backend that encodes every tag as ordinary text. Made when the first tag is
+        quoted."""
         from tokenizers import Tokenizer
 
         settings = json.loads(self.tokenizer.backend_tokenizer.to_str())
@@ -156,8 +159,8 @@ class Quotes:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the longest of the texts. Common prefixes are shared, so that a run of ``<`` takes no longer
-    with thousands of tags."""
+    """Return a regular expression that matches any of the texts, the longest first. Common prefixes are shared, so that
+    a run of ``<`` takes no longer with thousands of tags."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

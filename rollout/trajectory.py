@@ -47,7 +47,8 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def runs_of(policy_version: int, runs: Runs, count: int) -> Runs:
-    """Return runs that cover the first ``count`` tokens. Empty ``runs`` mean that ``policy_version`` sampled all.
+    """Return the runs (policy version, number of tokens) of the first ``count`` tokens. Empty ``runs`` mean that
+    ``policy_version`` sampled all.
 
     >>> runs_of(7, (), 3), runs_of(5, ((4, 2), (5, 3)), 3)
     (((7, 3),), ((4, 2), (5, 1)))
@@ -60,7 +61,7 @@ def runs_of(policy_version: int, runs: Runs, count: int) -> Runs:
 
 
 def recorded(runs: Runs) -> Runs:
-    """Return merged runs as they are stored: empty if one version sampled all tokens."""
+    """Return runs (policy version, number of tokens) as a turn stores them: empty if one version sampled all tokens."""
     return runs if len(runs) > 1 else ()
 
 
@@ -84,7 +85,7 @@ class ActionKind(StrEnum):
 
 
 class CallOutcome(StrEnum):
-    """How a tool call ended. Only the last value is not the model's fault."""
+    """How a tool call ended. Only ``INFRASTRUCTURE`` is a failure that is not the model's fault."""
 
     OK = "ok"
     EMPTY = "empty"  # executed, returned nothing
@@ -108,7 +109,7 @@ class RewardError(ValueError):
 
 
 class PermanentFailure(InfrastructureError):
-    """A failure that a retry would repeat, such as a rejected key.
+    """A failure of a service that a retry would repeat, such as a rejected API key.
 
     It costs one trajectory, like any ``InfrastructureError``. If every call fails, the share of failed trajectories
     ends the run (option max_infrastructure_failures)."""
@@ -116,7 +117,7 @@ class PermanentFailure(InfrastructureError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question (or episode) to solve: a row of the parquet files."""
+    """One question (or episode) for the policy to solve: a row of the data set's parquet files."""
 
     id: str
     question: str
@@ -136,7 +137,7 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One parsed model turn."""
+    """The action parsed from one model turn: tool calls, a final answer, or invalid text."""
 
     kind: ActionKind
     calls: tuple[ToolRequest, ...] = ()
@@ -156,7 +157,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call. The model reads ``text``; ``documents`` is for metrics. Lone surrogates become U+FFFD.
+    """The result of one tool call. The model reads ``text``; ``documents`` is for metrics. Lone surrogates become
+    U+FFFD.
 
     Raises:
         TypeError, ValueError: on construction, if a text is not a ``str``, the outcome is unknown, a score is not a
@@ -182,7 +184,8 @@ class ToolResult:
 
     @classmethod
     def of(cls, returned: Any) -> ToolResult:
-        """Convert what a tool returned, a ToolResult or a text for the model. Raises TypeError for other types."""
+        """Return a tool's return value, a ToolResult or a text for the model, as a ToolResult. Raises TypeError for
+        other types."""
         if isinstance(returned, cls):
             return returned
         if not isinstance(returned, str):
@@ -216,7 +219,8 @@ class ToolCall:
 
     @property
     def declined(self) -> bool:
-        """Whether the tool or the environment refused the call. False if only the end of the trajectory cut it off."""
+        """Whether the tool or the environment refused the tool call. False if only the end of the trajectory cut it
+        off."""
         return self.result.outcome is CallOutcome.REFUSED and not (self.result.detail or "").startswith(ENDED_HERE)
 
 
@@ -249,7 +253,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``total`` enters the objective; ``parts`` are logged (em, f1, format, ...). All are kept as Python floats.
+    """The reward of a trajectory: ``total`` enters the objective, ``parts`` (em, f1, format, ...) are logged. All are
+    kept as Python floats.
 
     Raises:
         RewardError: on construction, if the total or a part is not a finite number (see ``finite_number``).
@@ -267,7 +272,7 @@ class Reward:
 
 
 def finite_number(value: Any, what: str) -> float:
-    """Convert a number, or a scalar of numpy or torch, to a float. Booleans become 0 and 1.
+    """Return a number, or a scalar of NumPy or PyTorch, as a finite float. Booleans become 0 and 1.
 
     Args:
         value: of any type.
@@ -310,7 +315,7 @@ class Fork:
 
 
 class TrajectoryPrefix(Protocol):
-    """The fields that a branch copies, of a finished ``Trajectory`` or of a running one."""
+    """The fields that a fork copies from another trajectory, finished or still running."""
 
     @property
     def task(self) -> Task: ...
@@ -385,17 +390,17 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """Group and index, for messages."""
+        """The text ``group/index``, which names the trajectory in messages."""
         return f"{self.group}/{self.index}"
 
     @property
     def failed_by_infrastructure(self) -> bool:
-        """Whether to leave the trajectory out of every statistic and of the gradient."""
+        """Whether an infrastructure failure ended the trajectory. Every statistic and the gradient leave it out."""
         return self.stop_reason is StopReason.INFRASTRUCTURE
 
     @property
     def trainable(self) -> bool:
-        """Whether models train on it: it has a sampled token, and no infrastructure failure."""
+        """Whether the policy trains on the trajectory: it has a sampled token and no infrastructure failure."""
         return any(self.loss_mask) and not self.failed_by_infrastructure
 
     @property
@@ -404,7 +409,7 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> tuple[int, int]:
-        """Versions of the first and the last weights that sampled a token; (-1, -1) for an empty response."""
+        """Policy versions that sampled the first and the last token; (-1, -1) for an empty response."""
         if not self.turns:
             return (-1, -1)
         first = self.turns[0]
@@ -412,7 +417,7 @@ class Trajectory:
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """The version of the weights that sampled each response token [L]; -1 for observations."""
+        """The policy version that sampled each response token [L]; -1 for observation tokens."""
         found = [-1] * len(self.response_ids)
         for turn in self.turns:
             found[turn.start : turn.end] = [version for version, count in turn.versions for _ in range(count)]
@@ -423,7 +428,7 @@ class Trajectory:
 
 
 def split_turns(trajectory: Trajectory) -> list[Trajectory]:
-    """Split a trajectory into the rows that models read.
+    """Split a trajectory into the batch rows that the trained model reads.
 
     Without per-turn prompts the only row is the trajectory itself. With them each turn that has a token becomes a row:
     the turn, its prompt and its calls, with the trajectory's reward, group and index. A trajectory without sampled

@@ -23,14 +23,14 @@ WORST_FIRST = (
 
 
 def is_inherited(trajectory: Trajectory, turn: int) -> bool:
-    """Whether a turn and its calls were copied from the trajectory's parent.
+    """Whether a forked trajectory copied a turn and its calls from its parent.
 
     A turn that the fork cuts in two is not inherited: the fork finishes it and makes its calls."""
     return trajectory.fork is not None and trajectory.turns[turn].observation_end <= trajectory.fork.at
 
 
 def turns_after_tools(trajectory: Trajectory) -> list[int]:
-    """Return the indices of the turns that follow the result of an executed call."""
+    """Return the indices of a trajectory's turns that follow the result of an executed tool call."""
     called = {call.turn for call in trajectory.executed_calls}
     turns = trajectory.turns
     followed = [i for i in called if i + 1 < len(turns)]
@@ -39,7 +39,7 @@ def turns_after_tools(trajectory: Trajectory) -> list[int]:
 
 
 def outcome_of(trajectory: Trajectory, turn: int) -> str:
-    """Return how a turn ended.
+    """Return how a turn ended, as a text.
 
     ``ok``, ``empty``, ``error``, ``timeout``, ``refused``: the outcome of its calls, the worst of several.
     ``invalid``: no action could be parsed, and the model was told so. ``answer``: it answered. ``none``: the last turn,
@@ -73,7 +73,7 @@ def entropies(turns: Sequence[Turn]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMetrics:
-    """Sums over the trajectories of whole groups. ``+`` adds the sums of other groups."""
+    """Rollout metrics as sums over the trajectories of whole groups. ``+`` adds the sums of other groups."""
 
     trajectories: int = 0
     forked: int = 0  # trajectories that began as a copy of another
@@ -125,7 +125,7 @@ class RolloutMetrics:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> RolloutMetrics:
-    """Compute the metrics of whole groups, without trajectories that failed by infrastructure.
+    """Compute the metrics of whole groups of trajectories, without those that failed by infrastructure.
 
     Failed trajectories are used only to find which calls their forks inherited."""
     usable = [t for t in trajectories if not t.failed_by_infrastructure]
@@ -169,7 +169,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> RolloutMetrics:
 def _keyed_calls(
     trajectory: Trajectory, by_index: Mapping[tuple[str, int], Trajectory]
 ) -> Iterator[tuple[CallKey, ToolCall]]:
-    """Yield each call with its key. An inherited call has the key of the trajectory that made the call."""
+    """Yield (key, call) for each tool call of a trajectory. An inherited call has the key of the trajectory that made
+    the call."""
     position: Counter[int] = Counter()
     for call in trajectory.calls:
         index = trajectory.index

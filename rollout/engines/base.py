@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @with_config(ConfigDict(extra="forbid", revalidate_instances="always"))
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one request. ``temperature == 0`` is greedy.
+    """Sampling parameters of one request. ``temperature == 0`` is greedy.
 
     Log-probs are those of the sampling distribution after temperature and before top-p/top-k truncation. At temperature
     0 they are the raw log-probs. The types bound the cost of a request; `check_request` checks them for every engine.
@@ -47,8 +47,8 @@ class SamplingParams:
     top_logprobs: Annotated[NonNegativeInt, Le(MAX_TOP_LOGPROBS)] = 0
 
     def checked(self) -> SamplingParams:
-        """Return the parameters with their declared types (a temperature of 1 becomes 1.0). Raises ValueError for the
-        first one out of bounds."""
+        """Return the sampling parameters with their declared types (a temperature of 1 becomes 1.0). Raises ValueError
+        for the first one out of bounds."""
         try:
             return _SAMPLING.validate_python(self)
         except ValidationError as error:
@@ -61,7 +61,7 @@ _SAMPLING = TypeAdapter(SamplingParams)
 def check_request(
     token_ids: Sequence[int], sampling: SamplingParams, max_length: int, vocab_size: int | None = None
 ) -> tuple[list[int], SamplingParams]:
-    """Check a request, and return it with the right types.
+    """Check a request's token ids and sampling parameters, and return both with the right types.
 
     Args:
         max_length: given plus new tokens, at most.
@@ -100,7 +100,7 @@ class Generation:
 
 
 class EngineGone(InfrastructureError):
-    """The engine has died once too often. The run ends."""
+    """The engine has died more often than it may be restarted. The run ends."""
 
 
 class WeightsLost(InfrastructureError):
@@ -115,22 +115,23 @@ class UpdateInterrupted(InfrastructureError):
 
 
 class Engine(Protocol):
-    """Samples continuations. Safe to call concurrently from one event loop.
+    """Samples continuations of token ids. Safe to call concurrently from one event loop.
 
     Optional attributes: ``max_length`` (given plus new tokens of a request, at most), and ``shared = True`` if several
     ranks sample from the same engine (`weights.push.SharedEngine`).
     """
 
     async def start(self) -> None:
-        """Spawn the process and load the model. Idempotent."""
+        """Start the engine: spawn its process and load the model. Idempotent."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids``. Raises EngineGone if the engine has died once too often."""
+        """Sample and return a continuation of ``token_ids``. Raises EngineGone if the engine has died too often."""
         ...
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """Replace all weights (Hugging Face names), drop every prefix cache, and set the policy version.
+        """Replace all weights by those in ``files`` (Hugging Face names), drop every prefix cache, and set the policy
+        version.
 
         Requests in flight finish with the old weights, and later requests wait for the new ones. With ``between_steps``
         all continue with the new weights from their next token. The files may be removed when this returns.

@@ -27,11 +27,12 @@ TakesResults = Callable[[Results], None]
 
 
 class Child:
-    """A child process. The constructor spawns it (never forks). Call `ready`, then `ask` any number of times, then
-    `begin`."""
+    """A child process that runs the model of an engine. The constructor spawns it (never forks). Call `ready`, then
+    `ask` any number of times, then `begin`."""
 
     def __init__(self, first: tuple[Any, ...], environment: Mapping[str, str], parent: int) -> None:
-        """``first``: message that tells the child what to build. ``parent``: process whose end ends it, too."""
+        """Spawn the child process. ``first``: message that tells it what to build. ``parent``: id of the process whose
+        end ends the child."""
         ours, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rollout.engines.worker", str(theirs.fileno()), str(parent)],
@@ -52,11 +53,12 @@ class Child:
 
     @property
     def hung(self) -> bool:
-        """Whether this process killed the child. Before the child is ready the only reason is a missing heartbeat."""
+        """Whether the parent process killed the child. Before the child is ready the only reason is a missing
+        heartbeat."""
         return self._hung is not None
 
     def ready(self, timeout_s: float, limit_s: float = math.inf) -> dict[str, Any]:
-        """Wait until the child has loaded the model. Returns what it reports of the model.
+        """Wait until the child process has loaded the model. Returns the facts that it reports about the model.
 
         Args:
             timeout_s: the child is killed after so many seconds without a heartbeat.
@@ -79,7 +81,8 @@ class Child:
         raise InfrastructureError(self.describe_death())
 
     def ask(self, *message: Any, timeout_s: float) -> Any:
-        """Send one message before `begin`, and return its outcome. Raises InfrastructureError as `ready`."""
+        """Send one message to the child process and return its outcome, before `begin`. Raises InfrastructureError as
+        `ready`."""
         try:
             self._connection.send(message)
             while True:
@@ -98,7 +101,7 @@ class Child:
         busy: Callable[[], bool],
         timeout_s: float,
     ) -> None:
-        """Start the threads that write messages, read results, and watch the heartbeats.
+        """Start the threads that write messages to the child process, read its results, and watch its heartbeats.
 
         Args:
             results: called with the results.
@@ -115,11 +118,11 @@ class Child:
             thread.start()
 
     def send(self, *message: Any) -> None:
-        """Send a message without blocking. A message to a dead child is dropped."""
+        """Send a message to the child process without blocking. A message to a dead child is dropped."""
         self._outbox.put(message)
 
     def end(self, within_s: float = 0.0) -> None:
-        """Wait ``within_s`` seconds for the child's end, then kill it."""
+        """Wait up to ``within_s`` seconds until the child process ends, then kill it."""
         try:
             self.process.wait(timeout=within_s)
         except subprocess.TimeoutExpired:
@@ -127,17 +130,17 @@ class Child:
             self.process.wait()
 
     def join(self) -> None:
-        """Wait until the reading thread has called ``ended``, if `begin` started one."""
+        """Wait until the reading thread has called ``ended`` (a callback of `begin`), if `begin` started one."""
         if self._reader is not None:
             self._reader.join()
 
     def kill(self, why: str) -> None:
-        """Kill the child. `describe_death` then returns ``why``."""
+        """Kill the child process. `describe_death` then returns ``why``."""
         self._hung = why
         self.process.kill()
 
     def describe_death(self) -> str:
-        """Return why the child died, in one line. Waits for its end if needed."""
+        """Return why the child process died, in one line. Waits for its end if needed."""
         if self._hung:
             self.process.wait()
             return self._hung
@@ -152,7 +155,7 @@ class Child:
         return f"its process ended with exit code {code}; see its output on stderr"
 
     def _receive(self, timeout_s: float, limit_s: float = math.inf) -> tuple[str, Any]:
-        """Return the next message that is not a heartbeat. Kills a child that is late."""
+        """Return (kind, content) of the child's next message that is not a heartbeat. Kills a child that is late."""
         poll_s = min(POLL_S, timeout_s / 10)
         silent, deadline = 0.0, time.monotonic() + limit_s
         while silent < timeout_s and time.monotonic() < deadline:
@@ -168,7 +171,8 @@ class Child:
         return self._connection.recv()
 
     def _write(self) -> None:
-        """Write messages in a separate thread, so that a full pipe never blocks the event loop."""
+        """Write queued messages to the child process, in a separate thread, so that a full pipe never blocks the event
+        loop."""
         while True:
             message = self._outbox.get()
             try:
@@ -197,7 +201,8 @@ class Child:
         ended(self)
 
     def _watch(self, busy: Callable[[], bool], timeout_s: float) -> None:
-        """Kill a busy child that is silent. Silence is counted in polls, because Ctrl-Z also stops the polls."""
+        """Kill the child process if it has work and sends no heartbeat. Silence is counted in polls, because Ctrl-Z
+        also stops the polls."""
         poll_s = min(POLL_S, timeout_s / 10)
         silent, heard = 0.0, self._heard
         while not self._gone.wait(poll_s):

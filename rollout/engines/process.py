@@ -41,7 +41,7 @@ SLEEPING_PARTS = ("weights", "kv_cache")  # of an engine's memory, in their orde
 
 @dataclass(slots=True)
 class _Asked:
-    """A message to the child that is not answered yet."""
+    """A message to the child process that is not answered yet."""
 
     message: tuple[Any, ...]  # (kind, number, ...)
     loop: asyncio.AbstractEventLoop
@@ -52,7 +52,7 @@ class _Asked:
 
 
 class EngineProcess:
-    """The trainer's side of `worker.py`. Implements `base.Engine`.
+    """An engine whose model runs in a child process (`worker.py`). Implements `base.Engine`.
 
     Call the methods from any event loop, and `generate` any number of times at once.
 
@@ -117,43 +117,43 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None before `start`."""
+        """Process id of the child process, None before `start`."""
         return self._children.latest.process.pid if self._children.latest else None
 
     @property
     def model(self) -> str:
-        """Folder or name of the model that the child loads."""
+        """Folder or name of the model that the child process loads."""
         return self._options.get("model", "")
 
     @property
     def info(self) -> dict[str, Any]:
-        """Facts that the child reports about its model: vocab_size, device, weights."""
+        """Facts that the child process reports about its model: vocab_size, device, weights."""
         if self._info is None:
             raise InfrastructureError("the engine has not been started; await engine.start() first")
         return self._info
 
     @property
     def gone(self) -> bool:
-        """Whether the engine has died once too often and is given up."""
+        """Whether the engine has died too often and is not restarted any more."""
         return isinstance(self._failure, EngineGone)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether to keep the files of an update for the next child."""
+        """Whether to keep the files of a weight update, so that a restarted child process can load them."""
         return self._children.restarts.limit > 0
 
     @property
     def kept(self) -> WeightFiles | None:
-        """The files of the last complete update, which the next child loads."""
+        """The files of the last complete weight update, which a restarted child process loads."""
         return self._kept
 
     @property
     def weights_lost(self) -> str | None:
-        """Why the engine samples nothing until new weights arrive (None: the child holds the right weights)."""
+        """Reason why the engine samples nothing until new weights arrive; None if it holds the right weights."""
         return self._lost
 
     async def start(self) -> None:
-        """Spawn the child and load the model. Returns when the child is ready. Idempotent.
+        """Spawn the child process and wait until it has loaded the model. Idempotent.
 
         Raises:
             ValueError: the options do not fit the model.
@@ -162,7 +162,8 @@ class EngineProcess:
         await asyncio.to_thread(self._start)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids``, see `base.Engine.generate`. A child that dies meanwhile costs only time.
+        """Sample and return a continuation of ``token_ids``, see `base.Engine.generate`. A child process that dies
+        meanwhile costs only time.
 
         Raises:
             ValueError: no ids, ids outside the vocabulary, or more than ``max_length`` tokens in all; or the backend's
@@ -188,7 +189,8 @@ class EngineProcess:
     async def load_files(
         self, files: WeightFiles, version: int, between_steps: bool = False, keep: bool = False
     ) -> None:
-        """Load weights from files, see `base.Engine.load_files`. The child loads them even if this task is cancelled.
+        """Load weights from files into the child process, see `base.Engine.load_files`. It loads them even if this task
+        is cancelled.
 
         Args:
             keep: keep the files for the next child, until the next update has ended, or `close`.
@@ -206,7 +208,8 @@ class EngineProcess:
         between_steps: bool = True,
         keep: WeightFiles | None = None,
     ) -> None:
-        """Make one call of vLLM's weight transfer. The engine samples nothing between its start and its finish.
+        """Make one call of vLLM's weight transfer. The engine samples nothing between the transfer's start and its
+        finish.
 
         Args:
             version: of the new weights, with the last call.
@@ -232,17 +235,17 @@ class EngineProcess:
             kept.remove()
 
     def restart(self, why: str) -> None:
-        """Replace the child. This restart does not count."""
+        """Replace the child process by a new one. This restart does not count towards the limit."""
         with self._lock:
             if self._up:
                 self._children.end_latest(why)
 
     def allow_sleep(self) -> None:
-        """Prepare the engine for `sleep`. Call it before `start`."""
+        """Prepare the engine for `sleep`, which frees device memory. Call it before `start`."""
         self._options["sleeps"] = True
 
     async def sleep(self) -> None:
-        """Free the device memory of weights and cache. Does nothing if the engine is asleep.
+        """Free the engine's device memory of weights and cache. Does nothing if the engine is asleep.
 
         A push (`load_files`, `transfer`) wakes the weights before and the cache after, so that the cache takes no
         memory that the push needs. Raises RuntimeError if requests are in flight, because vLLM would abort them."""
@@ -258,12 +261,13 @@ class EngineProcess:
         await self._change("sleep")
 
     async def wake_up(self, *parts: str) -> None:
-        """Take back the memory of all ``SLEEPING_PARTS``, or of ``parts``. The weights are the same as before."""
+        """Take back the device memory that `sleep` freed: of all ``SLEEPING_PARTS``, or of ``parts``. The weights are
+        the same as before."""
         for part in [part for part in self._asleep if not parts or part in parts]:
             await self._change("wake_up", part)
 
     async def close(self) -> None:
-        """End the child; pending requests fail with InfrastructureError. Idempotent.
+        """End the child process; pending requests fail with InfrastructureError. Idempotent.
 
         Blocks the event loop for up to 5 s, because no thread can be started while the interpreter shuts down."""
         self._close()
@@ -272,7 +276,8 @@ class EngineProcess:
     def _ask(
         self, kind: str, *content: Any, changes: bool = False, files: WeightFiles | None = None
     ) -> tuple[int, asyncio.Future[Any]]:
-        """Send a message, or keep it for the next child. ``changes``: the message changes weights or memory."""
+        """Send a message to the child process, or keep it for the next one. Returns its number and a future of the
+        answer. ``changes``: the message changes weights or memory."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         with self._lock:
@@ -302,7 +307,7 @@ class EngineProcess:
         await asyncio.shield(future)
 
     def receive(self, results: Results) -> None:
-        """Resolve the futures of answered messages. Called in the child's reader thread."""
+        """Resolve the futures of messages that the child process has answered. Called in the child's reader thread."""
         answered: list[tuple[_Asked, Any]] = []
         with self._lock:
             for number, outcome in results:
@@ -328,7 +333,8 @@ class EngineProcess:
         self._children.latest.send(*message)
 
     def _send_waiting(self) -> None:
-        """Send the messages that wait for a trial, up to the next suspect."""
+        """Send waiting messages to a restarted child process, up to the next suspect (message with which two children
+        died)."""
         if not self._on_trial or not self._up:
             return
         for asked in self._asked.values():
@@ -339,11 +345,12 @@ class EngineProcess:
         self._on_trial = False
 
     def _repeats_update(self) -> bool:
-        """Whether an update by files is in progress. Requests after it are sampled from the new weights."""
+        """Return whether a weight update by files is in progress. Requests after it are sampled from the new
+        weights."""
         return self._loading is not None and self._asked[self._loading].message[0] == "load"
 
     def check_transfer(self, method: str) -> None:
-        """Check that the child has opened its side of a weight transfer.
+        """Check that the child process has opened its side of a weight transfer before ``method`` is called.
 
         Raises:
             ValueError: no init_weight_transfer_engine came before ``method``.
@@ -357,7 +364,7 @@ class EngineProcess:
             raise UpdateInterrupted(INTERRUPTED)
 
     def _note(self, asked: _Asked) -> None:
-        """Record what the child holds after it has done what a message asked."""
+        """Record the child's new state (weights, sleep, transfer) after it has answered a message."""
         kind, _, *content = asked.message
         if kind == "generate":
             self._has_sampled = True
@@ -415,16 +422,17 @@ class EngineProcess:
             self.forget()
 
     def busy(self) -> bool:
-        """Whether messages are unanswered."""
+        """Return whether messages to the child process are unanswered."""
         return bool(self._asked)
 
     def child_ready(self, child: Child, info: dict[str, Any]) -> None:
-        """Send the messages that wait to a new child. See `revival.Owner`."""
+        """Send the waiting messages to a new child process. See `revival.Owner`."""
         self._info, self._up, self._on_trial = info, True, True
         self._send_waiting()
 
     def child_died(self, child: Child) -> bool:
-        """Return whether to start the next child. See `revival.Owner`."""
+        """Stop sending messages to a dead child process, and return whether to start the next one. See
+        `revival.Owner`."""
         self._up = False
         if self._children.closing.is_set():
             return False
@@ -438,8 +446,8 @@ class EngineProcess:
         return True
 
     def before_restart(self, why: str, counted: bool) -> str:
-        """Fail the messages that the next child cannot continue; all others wait for that child. Returns which weights
-        the child gets, in words. See `revival.Owner`."""
+        """Fail the messages that the next child process cannot continue; all others wait for it. Returns which weights
+        it gets, in words. See `revival.Owner`."""
         if counted:
             self._suspect(why)
         for asked in list(self._asked.values()):
@@ -457,7 +465,8 @@ class EngineProcess:
         return "its folder's weights" if self._version is None else f"the weights of version {self._version}"
 
     def _suspect(self, why: str) -> None:
-        """Count a child's death against the messages in flight. Fail a single suspect."""
+        """Count a child's death against the messages in flight. A message with which two children died fails, if it is
+        the only one."""
         for asked in self._asked.values():
             asked.deaths += asked.sent
         suspects = [asked for asked in self._asked.values() if asked.sent and asked.deaths > 1]
@@ -467,7 +476,8 @@ class EngineProcess:
             self._fail_one(suspects[0], PermanentFailure(f"{failure}. It is not sent again: change the request"))
 
     def _lose(self, why: str) -> None:
-        """Fail all requests but those that wait for an update by files, because that update is repeated."""
+        """Note why the weights are lost. Fail all requests but those that wait for a weight update by files, because
+        that update is repeated."""
         with self._lock:
             self._lost = why
             first = self._loading if self._repeats_update() else None
@@ -478,8 +488,8 @@ class EngineProcess:
                         self._send_to_child("cancel", number)
 
     def restore(self, child: Child) -> None:
-        """Load the weights of the dead child, compared by checksum, into a new child, and put it to sleep if the dead
-        child slept. Raises as `Child.ask`."""
+        """Give a new child process the state of the dead one: its weights, compared by checksum, and its sleep. Raises
+        as `Child.ask`."""
         with self._lock:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"

@@ -21,32 +21,32 @@ START_FACTOR = 3.0  # a restart may take this many times as long as the first st
 
 
 class Owner(Protocol):
-    """The methods of an engine that ``Children`` calls."""
+    """Interface of an engine whose child processes ``Children`` starts and restarts."""
 
     def receive(self, results: Results) -> None:
-        """Take a child's answers. Called in the child's reader thread."""
+        """Take the results that the child process has sent. Called in the child's reader thread."""
         ...
 
     def busy(self) -> bool:
-        """Whether the child has work, so that silence means that it hangs."""
+        """Return whether the child process has work, so that silence means that it hangs."""
         ...
 
     def child_died(self, child: Child) -> bool:
-        """Stop sending messages, because the child has died. Returns whether to start the next child. Called under the
-        lock."""
+        """Stop sending messages to a child process that has died. Returns whether to start the next one. Called under
+        the lock."""
         ...
 
     def before_restart(self, why: str, counted: bool) -> str:
-        """Fail the messages that the next child cannot continue. Returns a phrase that names the weights of that
-        child."""
+        """Fail the messages that the next child process cannot continue. Returns a phrase that names the weights of
+        that child."""
         ...
 
     def restore(self, child: Child) -> None:
-        """Give a new child the weights that the dead one held, and its state of sleep."""
+        """Give a new child process the weights that the dead one held, and its state of sleep."""
         ...
 
     def child_ready(self, child: Child, info: dict[str, Any]) -> None:
-        """Send the messages that wait. Called under the lock."""
+        """Send the waiting messages to a new child process. Called under the lock."""
         ...
 
     def fail(self, why: InfrastructureError) -> None:
@@ -70,7 +70,7 @@ class Children:
         self._reviving: threading.Thread | None = None
 
     def start(self, first: tuple[Any, ...], environment: Mapping[str, str]) -> tuple[Child, dict[str, Any]]:
-        """Start the first child. Returns it with its report of the model.
+        """Start the first child process of the engine. Returns it, and the facts that it reports about the model.
 
         Starts another one if the child hangs. A child that dies at its start would mostly die again.
 
@@ -102,24 +102,24 @@ class Children:
             self.closing.wait(PAUSE_S)
 
     def begin(self, child: Child, info: dict[str, Any]) -> None:
-        """Put a child that is ready into service. Called under the lock."""
+        """Let a child process that is ready take requests. Called under the lock."""
         self._owner.child_ready(child, info)
         child.begin(self._owner.receive, self._ended, self._owner.busy, self._timeout_s)
 
     def end_latest(self, why: str) -> None:
-        """Kill the latest child. The next one does not count as a restart. Called under the lock."""
+        """Kill the latest child process. The next one does not count as a restart. Called under the lock."""
         if self.latest is not None:
             self._counted = False
             self.latest.kill(why)
 
     def revive(self, why: str) -> None:
-        """Start the next child in a new thread. Called under the lock."""
+        """Start the engine's next child process in a new thread. Called under the lock."""
         counted, self._counted = self._counted, True
         self._reviving = threading.Thread(target=self._revive, args=(why, counted), daemon=True, name="engine-revival")
         self._reviving.start()
 
     def close(self, ask: Callable[[Child], float]) -> bool:
-        """End the latest child. Returns whether there was one.
+        """End the latest child process, and return whether there was one.
 
         Args:
             ask: called under the lock with the latest child; asks it to end, and returns how many seconds it may take.
@@ -137,7 +137,7 @@ class Children:
         return True
 
     def _spawn(self) -> Child | None:
-        """Start a child, unless the engine is being closed."""
+        """Spawn and return a child process, or None while the engine is being closed."""
         with self._lock:  # so that `close` finds every child
             if self.closing.is_set():
                 return None
@@ -146,7 +146,8 @@ class Children:
             return self.latest
 
     def _ended(self, child: Child) -> None:
-        """Decide what follows a child's end. Runs in that child's reader thread."""
+        """Start the next child process after one has ended, if the engine asks for it. Runs in that child's reader
+        thread."""
         with self._lock:
             if self._owner.child_died(child) and not self.closing.is_set():
                 self.revive(child.describe_death())
@@ -154,7 +155,7 @@ class Children:
             logger.warning("%s", child.trace)
 
     def _revive(self, why: str, counted: bool) -> None:
-        """Start children until one has what the dead one had, or the engine is given up."""
+        """Start child processes until one has the weights of the dead one, or no restart is left."""
         errors = (ValueError, OSError, InfrastructureError)
         try:
             self.restarts.revive(self._next, why, self.closing, PAUSE_S, errors, counted)

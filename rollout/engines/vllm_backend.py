@@ -39,13 +39,13 @@ class StopStrings:
         self.ends = lru_cache(_SETS)(self._find_ends)
 
     def can_find(self, stop: tuple[str, ...]) -> bool:
-        """Whether these strings can be found. Otherwise vLLM must decode, because at spaces and within characters a
-        token's text depends on its neighbours."""
+        """Return whether these stop strings can be found here. Otherwise vLLM must decode, because at spaces and within
+        characters a token's text depends on its neighbours."""
         return self._tokenizer is not None and all(s and s.isascii() and s == s.strip() for s in stop)
 
     def _find_ends(self, stop: tuple[str, ...]) -> frozenset[int]:
-        """Return the ids of the tokens that may complete one of ``stop``: the token's text begins with the end of a
-        stop string (a range of the sorted texts), or contains all of it."""
+        """Return the ids of the tokens that may complete a stop string. Their text begins with the end of a stop string
+        (a range of the sorted texts), or contains all of it."""
         if self._sorted is None:
             ids = range(max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
             texts = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
@@ -78,7 +78,8 @@ class SampledTokens:
         return len(self.output_token_ids)
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Append tokens. Returns the stop string that one of them completes; later tokens are dropped."""
+        """Append sampled tokens. Returns the stop string that one of them completes, or None; later tokens are
+        dropped."""
         for token in new_token_ids:
             self.output_token_ids.append(token)
             if token in self._ends:
@@ -143,13 +144,13 @@ class WorkerExtension:
         self.refresh_tied_head(bool(skip))
 
     def refresh_tied_head(self, tied: bool) -> None:
-        """Update a tied head, which keeps a packed copy of the old embedding on CPU."""
+        """Update a tied output head, which keeps a packed copy of the old embedding on CPU."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if tied and head is not None and next(head.parameters()).device.type == "cpu":
             head.quant_method.process_weights_after_loading(head)
 
     def abandon_weight_update(self) -> None:
-        """End an unfinished transfer. Otherwise vLLM would add the tensors of the next transfer to its counts
+        """End an unfinished weight transfer. Otherwise vLLM would add the tensors of the next transfer to its counts
         (``LayerReloadingInfo.load_numel``), and treat layers as complete too early."""
         from vllm.config import set_current_vllm_config
 
@@ -158,7 +159,7 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def clear_cache(self) -> None:
-        """Set the cache to zero: attention multiplies unused entries by 0, and nan times 0 is nan."""
+        """Set the key/value cache to zero: attention multiplies unused entries by 0, and nan times 0 is nan."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
@@ -176,7 +177,8 @@ class WorkerExtension:
 
 
 def _report_untruncated_v1(sampler: Any) -> None:
-    """Change ``TopKTopPSampler`` of the first model runner (vllm/v1/sample/ops/topk_topp_sampler.py)."""
+    """Let vLLM's ``TopKTopPSampler`` return log-probs before truncation (first model runner,
+    vllm/v1/sample/ops/topk_topp_sampler.py)."""
     truncate_and_sample = sampler.forward
 
     def forward(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -189,7 +191,8 @@ def _report_untruncated_v1(sampler: Any) -> None:
 
 
 def _report_untruncated_v2(sampler: Any) -> None:
-    """Change ``Sampler`` of the second model runner (vllm/v1/worker/gpu/sample/sampler.py), which returns logits."""
+    """Let vLLM's ``Sampler`` return logits before truncation (second model runner,
+    vllm/v1/worker/gpu/sample/sampler.py)."""
     truncate_and_sample = sampler._sample_random
 
     def sample(logits: torch.Tensor, mapping: Any, rows: Any, positions: Any, k: Any, p: Any, fused: bool) -> Any:
@@ -202,7 +205,7 @@ def _report_untruncated_v2(sampler: Any) -> None:
 
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
-    """Configure vLLM for a machine without a GPU. Returns its arguments."""
+    """Configure vLLM for a machine without a GPU. Returns arguments of ``EngineArgs``."""
     # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner
@@ -344,11 +347,11 @@ class VLLMBackend:
         return [(int(output.request_id), self._generation(output)) for output in self._engine.step() if output.finished]
 
     def check(self, files: WeightFiles) -> None:
-        """Check that files fit the model, because a failed reload makes it unusable. Raises ValueError."""
+        """Check that weight files fit the model, because a failed reload makes it unusable. Raises ValueError."""
         files.validate(self._expected, optional=self._tied)
 
     def load(self, files: WeightFiles) -> None:
-        """Replace all weights, and drop the prefix cache."""
+        """Replace all weights by those in ``files``, and drop the prefix cache."""
         self._finish_step()
         self._abandon_transfer()
         self._engine.collective_rpc("load_files", args=(files.paths, sorted(self._tied)))
@@ -378,7 +381,7 @@ class VLLMBackend:
             self._receiving = False
 
     def _finish_step(self) -> None:
-        """Finish the step that asynchronous scheduling (CUDA) keeps in flight, before the weights change.
+        """Finish the engine step that asynchronous scheduling (CUDA) keeps in flight, before the weights change.
 
         The step reads the old weights, and vLLM would drop its tokens."""
         from vllm.v1.core.sched.interface import PauseState
@@ -393,7 +396,7 @@ class VLLMBackend:
             core.scheduler.set_pause_state(before)
 
     def _recompute(self) -> None:
-        """Let requests in flight continue with new weights: they keep their tokens, and their keys and values are
+        """Let requests in flight continue with new weights. They keep their tokens, and their keys and values are
         recomputed (``Scheduler.reset_prefix_cache`` of vLLM 0.32)."""
         for state in self._engine.output_processor.request_states.values():
             assert state.detokenizer is not None  # every sampling request has one
@@ -405,7 +408,7 @@ class VLLMBackend:
         self._unused = self._infected
 
     def sleep(self) -> None:
-        """Sleep at level 1: drop the cache, and move the weights to host memory.
+        """Free device memory by vLLM's sleep level 1: drop the cache, and move the weights to host memory.
 
         Level 2 would drop the weights and also tensors that a push does not send (vllm-project/vllm#29341)."""
         if self.has_work:  # vLLM would abort them

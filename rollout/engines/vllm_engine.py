@@ -109,7 +109,8 @@ class VLLMEngine(EngineProcess):
         self.transport = transport
 
     async def start(self) -> None:
-        """Spawn the child and load the model, see `EngineProcess.start`. Raises FileNotFoundError without a model."""
+        """Spawn the child process and load the model, see `EngineProcess.start`. Raises FileNotFoundError without a
+        model."""
         check_model_folder(self._options["model"])
         first = self._info is None
         await super().start()
@@ -117,7 +118,7 @@ class VLLMEngine(EngineProcess):
             logger.warning("sleep_mode: true frees no memory on CPU: vLLM's CPU backend cannot sleep")
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids``, see `base.Engine.generate`.
+        """Sample and return a continuation of ``token_ids``, see `base.Engine.generate`.
 
         Raises:
             ValueError: the request is malformed or too long (see `EngineProcess.generate`), or has top-k or top-p and

@@ -34,8 +34,8 @@ BEAT_S = 1.0  # longest pause between heartbeats, while there is work
 
 
 class Backend(Protocol):
-    """The part of the child that computes. `add` takes requests, `step` runs one engine step, and weights change
-    between engine steps."""
+    """The inference engine inside the child process. `add` takes requests, `step` runs one engine step, and weights
+    change between engine steps."""
 
     version: int  # of the weights; set by this module after each update
 
@@ -46,7 +46,7 @@ class Backend(Protocol):
     def has_work(self) -> bool: ...
 
     def add(self, request_id: int, token_ids: list[int], sampling: SamplingParams) -> None:
-        """Take a request. An exception is the answer to this request, which must leave no trace."""
+        """Take a request for tokens. An exception is the answer to this request, which must leave no trace."""
         ...
 
     def cancel(self, request_id: int) -> None: ...
@@ -58,11 +58,11 @@ class Backend(Protocol):
         ...
 
     def check(self, files: WeightFiles) -> None:
-        """Check that the files fit the model, without changing it. Raises ValueError."""
+        """Check that weight files fit the model, without changing it. Raises ValueError."""
         ...
 
     def load(self, files: WeightFiles) -> None:
-        """Load checked files. An exception ends the process, because the model may be half loaded."""
+        """Load the weights of checked files. An exception ends the process, because the model may be half loaded."""
         ...
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None: ...
@@ -72,7 +72,7 @@ class Backend(Protocol):
         ...
 
     def wake_up(self, part: str) -> None:
-        """Take back the memory of "weights" or "kv_cache", in this order."""
+        """Take back the device memory of "weights" or "kv_cache", in this order."""
         ...
 
 
@@ -101,7 +101,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _beating(connection: Connection) -> Iterator[None]:
-    """Send heartbeats from a thread inside the block, whose work may take minutes."""
+    """Context manager that sends heartbeats to the parent from a thread, because the block may take minutes."""
     done = threading.Event()
 
     def beat() -> None:
@@ -119,7 +119,7 @@ def _beating(connection: Connection) -> Iterator[None]:
 
 
 def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:
-    """Import and construct the backend.
+    """Import the engine's backend class, and return an object of it.
 
     Two measures save 4 of the 12 processor seconds that vLLM needs to start: no garbage collection while millions of
     permanent objects are created, and no import of scikit-learn, which transformers imports with SciPy if it is
@@ -139,7 +139,7 @@ def _build(class_path: str, options: dict[str, Any], threads: int) -> Backend:
 
 
 class _Pipe:
-    """The connection to the parent, with heartbeats."""
+    """The child's connection to the parent process, with heartbeats."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._told = connection, time.monotonic()
@@ -156,14 +156,14 @@ class _Pipe:
             self.tell("alive")
 
     def messages(self, wait_s: float | None) -> Iterator[tuple[Any, ...]]:
-        """Yield all received messages. Waits ``wait_s`` for the first one (None: without limit)."""
+        """Yield all messages received from the parent. Waits ``wait_s`` for the first one (None: without limit)."""
         while self._connection.poll(wait_s):
             yield self._connection.recv()
             wait_s = 0.0
 
 
 def _serve(connection: Connection, backend: Backend) -> None:
-    """Alternate between messages and engine steps until the parent sends "close".
+    """Alternate between the parent's messages and engine steps until the parent sends "close".
 
     A "load" or "transfer" waits for the requests before it, and later requests wait for it, so that one version of the
     weights samples a generation. With "between steps" it happens at once, and requests in flight continue with the new
@@ -208,7 +208,7 @@ def _serve(connection: Connection, backend: Backend) -> None:
 
 
 def _add(pipe: _Pipe, backend: Backend, number: int, token_ids: list[int], sampling: SamplingParams) -> None:
-    """Add a request. If the backend refuses it, only this request fails."""
+    """Pass a request to the backend. If the backend refuses it, only this request fails."""
     try:
         backend.add(number, token_ids, sampling)
     except Exception as error:
@@ -218,7 +218,7 @@ def _add(pipe: _Pipe, backend: Backend, number: int, token_ids: list[int], sampl
 
 
 def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: int, *arguments: Any) -> bool:
-    """Load or transfer, answer the parent, and return whether the model is incomplete now."""
+    """Run one weight update (load or transfer), answer the parent, and return whether the model is incomplete now."""
     error = _load(backend, *arguments) if kind == "load" else _transfer(backend, *arguments)
     pipe.answer(number, error and ValueError(error))
     if kind == "load" or arguments[0] == "finish_weight_update":
@@ -227,7 +227,7 @@ def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: 
 
 
 def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str | None:
-    """Load files. Returns why they were refused, with the model unchanged, or None."""
+    """Load weight files into the backend. Returns why they were refused, with the model unchanged, or None."""
     from rollout.engines.weights.files import WeightFiles
 
     files = WeightFiles(paths)
@@ -242,7 +242,7 @@ def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str
 
 
 def _transfer(backend: Backend, method: str, arguments: dict[str, Any], version: int | None) -> str | None:
-    """Make a call of a transfer. Returns the backend's error, or None."""
+    """Make one call of a weight transfer in the backend. Returns the backend's error, or None."""
     try:
         backend.transfer(method, arguments)
     except Exception:  # the engine stays incomplete until all weights are pushed; the parent ensures that

@@ -33,8 +33,9 @@ class FirstObservation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one action. A result with outcome INFRASTRUCTURE ends the trajectory, as raising InfrastructureError
-    does, and keeps the failed call in the record. A result may be a text (``ToolResult.of``)."""
+    """An environment's result of one action. A tool result with outcome INFRASTRUCTURE ends the trajectory, as raising
+    InfrastructureError does, and keeps the failed call in the record. A tool result may be a text
+    (``ToolResult.of``)."""
 
     results: tuple[ToolResult, ...]  # one per call of the action, in order
     latencies_s: tuple[float, ...]
@@ -59,11 +60,12 @@ class Environment(Protocol):
     (``loop.agent_loop.Resumable``) its trajectories can be forked."""
 
     async def reset(self) -> FirstObservation | None:
-        """Return the first observation, or None when the task's prompt is complete. Raises as ``step``."""
+        """Start the episode. Returns the first observation, or None when the task's prompt is complete. Raises as
+        ``step``."""
         ...
 
     async def step(self, action: Action) -> StepResult:
-        """Execute one action. Raises InfrastructureError when a service fails."""
+        """Execute one action and return its results. Raises InfrastructureError when a service fails."""
         ...
 
     async def close(self) -> None: ...
@@ -91,12 +93,13 @@ class EnvironmentFactory(Protocol):
 
 
 def scores_itself(environment: EnvironmentFactory) -> bool:
-    """Return whether the episodes of the environment end with a reward."""
+    """Return whether the environment rewards its own episodes, without a reward function."""
     return bool(getattr(environment, "scores_itself", False))
 
 
 def check_tools(environment: object, called: Iterable[str], caller: str) -> None:
-    """Raise ValueError if ``caller`` calls tools that the environment, if it names its tools, does not have."""
+    """Raise ValueError if a tool in ``called`` is missing in the environment. An environment that does not name its
+    tools passes."""
     called = tuple(called)
     there = getattr(environment, "tools", called)
     if missing := sorted(set(called) - set(there)):
@@ -111,7 +114,8 @@ def check_tools(environment: object, called: Iterable[str], caller: str) -> None
 async def act_in_order(
     action: Action, act: Callable[[ToolRequest], Awaitable[ToolResult]]
 ) -> tuple[tuple[ToolResult, ...], tuple[float, ...]]:
-    """Execute the calls of an action in order, because each changes the world. Returns results and seconds."""
+    """Execute the calls of an action one after the other, because each changes the environment. Returns the results,
+    and the seconds of each call."""
     results, latencies = [], []
     for request in action.calls:
         began = time.monotonic()
@@ -121,7 +125,8 @@ async def act_in_order(
 
 
 def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str) -> None:
-    """Call ``look`` for every task. Raise ValueError with its first messages, one per line under ``what``."""
+    """Check every task with ``look``, which raises ValueError for a bad task. Raises ValueError with the first
+    messages, one per line under ``what``."""
     problems = []
     for task in tasks:
         try:
@@ -134,7 +139,8 @@ def check_tasks(tasks: Iterable[Task], look: Callable[[Task], object], what: str
 
 
 def refusal(request: ToolRequest, enabled: bool, over: str | None) -> str | None:
-    """Return the error for a request to an environment whose only tool is ``ACT``, or None if the request is valid.
+    """Return the error message for a request to an environment whose only tool is ``ACT``, or None if the request is
+    valid.
 
     Args:
         over: the reason once the episode has ended, None before.

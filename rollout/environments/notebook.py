@@ -69,7 +69,7 @@ class Notebook(QuestionAnswering):
 
 
 class NotebookEnvironment(QuestionAnsweringEnvironment):
-    """One episode with a notebook."""
+    """One question-answering episode whose Python calls are cells of a notebook."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return result, seconds
 
     def _with_history(self, request: ToolRequest) -> ToolRequest:
-        """Return the request with the earlier cells in front of its cell; unchanged if it has no program."""
+        """Return a tool request with the code of earlier cells in front of its cell; unchanged if it has no program."""
         cell = self._cell(request)
         if cell is None:
             return request
@@ -117,8 +117,8 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return (program_text(code) or None) if request.name == self._tool and isinstance(code, str) else None
 
     def _keep(self, request: ToolRequest, result: ToolResult) -> None:
-        """Add an executed cell to the history. The tool gives a reason (``detail``) for an error other than the
-        program's exceptions: the cell was stopped, and would stop every later cell."""
+        """Add an executed cell's code to the notebook's history, unless the cell was stopped. For a stopped cell, which
+        would stop every later cell, the tool gives a reason (``detail``)."""
         failed = result.outcome is CallOutcome.ERROR and result.detail is None
         cell = self._cell(request)
         if cell is not None and (failed or result.outcome in (CallOutcome.OK, CallOutcome.EMPTY)):

@@ -26,7 +26,7 @@ DEFAULT_LIMITS = ToolLimits()
 
 
 class QuestionAnswering:
-    """Makes one environment per trajectory. All share the tools, their queues and caches.
+    """Makes one question-answering environment per trajectory. All share the tools, their queues and caches.
 
     Args:
         tools: tools by the name that the protocol uses.
@@ -67,8 +67,9 @@ class QuestionAnswering:
 
 
 class QuestionAnsweringEnvironment:
-    """Runs the calls of one action at once. A call that a service failed has outcome INFRASTRUCTURE, so the
-    trajectory's record keeps it and its latency; the agent loop ends the trajectory there."""
+    """One question-answering episode with tools, which runs the calls of one action at once. A call that a service
+    failed has outcome INFRASTRUCTURE, so the trajectory's record keeps it and its latency; the agent loop ends the
+    trajectory there."""
 
     def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool, max_calls: int | None = None) -> None:
         self._tools, self._enabled, self._max_calls = tools, tools_enabled, max_calls
@@ -78,7 +79,8 @@ class QuestionAnsweringEnvironment:
         return None
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode after ``calls``. Returns no reward so far."""
+        """Continue an episode after its earlier tool ``calls``, which count for the limits. Returns no reward so
+        far."""
         self._used = Counter(call.request.name for call in calls if call.executed)
         return None
 
@@ -90,7 +92,7 @@ class QuestionAnsweringEnvironment:
         return StepResult(tuple(result for result, _ in timed), tuple(seconds for _, seconds in timed))
 
     def _refusal(self, request: ToolRequest) -> ToolResult | None:
-        """Return why a call may not run, or None if it may run, and is counted."""
+        """Return the refusal of a tool call, or None if the call may run and was counted."""
         tool = self._tools.get(request.name)
         if not self._enabled:
             why = f"{request.name} is not available here."

@@ -75,7 +75,7 @@ class Budgets:
             raise ValueError(f"max_turns is {self.max_turns}; expected at least one turn in all")
 
     def room(self, held: int, response: int) -> int:
-        """Return how many tokens may still be sampled. 0 or less: none.
+        """Return the number of tokens that a trajectory may still sample; 0 or less: none.
 
         Args:
             held: length of the context so far: prompt and response, or a turn's own prompt and its tokens.
@@ -86,13 +86,13 @@ class Budgets:
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The longest per-turn prompt, which leaves room for a whole turn."""
+        """Most tokens that a per-turn prompt may have, so that a whole turn still fits; None without a limit."""
         return None if self.max_length is None else self.max_length - self.max_turn_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompts:
-    """Writes the first prompt of a trajectory. ``skills``: adds advice to it."""
+    """Writes the first prompt of a trajectory. ``skills``: adds advice texts to the prompt."""
 
     protocol: ChatProtocol
     budgets: Budgets
@@ -100,25 +100,28 @@ class FirstPrompts:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest first prompt that leaves room for a token (per-turn prompts: a whole turn), or None."""
+        """Most tokens that a first prompt may have, so that one token (per-turn prompts: a whole turn) still fits; None
+        without a limit."""
         if isinstance(self.protocol, PerTurnPrompts) and self.protocol.per_turn_prompts:
             return self.budgets.max_prompt_tokens
         return None if self.budgets.max_length is None else self.budgets.max_length - 1
 
     def with_skills(self, task: Task) -> Task:
-        """Return the task with the advice of the skills. Raises ValueError, see ``Skills.inject``."""
+        """Return the task with advice texts (skills) added, if there are any. Raises ValueError, see
+        ``Skills.inject``."""
         if self.skills is None:
             return task
         count = token_counter(self.protocol.tokenizer)
         return dataclasses.replace(task, skills=self.skills.inject(task, task.question, count).text)
 
     def prompt_ids(self, task: Task) -> list[int]:
-        """Return the [P] ids. Raises ValueError if the protocol refuses the task, or the skills do not fit."""
+        """Return the token ids [P] of a task's first prompt. Raises ValueError if the protocol refuses the task, or the
+        skills do not fit."""
         return written(self.protocol, self.with_skills(task), PromptMode.AGENT)
 
 
 def written(protocol: ChatProtocol, task: Task, mode: PromptMode) -> list[int]:
-    """Return the [P] ids of a prompt, at least one.
+    """Return the token ids [P] of a task's prompt, at least one.
 
     Raises ValueError if the protocol or its chat template refuses the task, or the prompt is empty."""
     with template_errors(protocol.tokenizer):
@@ -130,10 +133,11 @@ def written(protocol: ChatProtocol, task: Task, mode: PromptMode) -> list[int]:
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An environment that can restore its parent's state, so that branches can start in it."""
+    """An environment that can repeat earlier actions, so that a fork can start from its parent's state."""
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Repeat the actions of ``turns``. Returns the reward so far, or None if the environment has no rewards."""
+        """Repeat the actions of the parent's ``turns``. Returns the reward so far, or None if the environment has no
+        rewards."""
         ...
 
 
@@ -149,7 +153,7 @@ class Request:
 
 
 class AgentLoop:
-    """Runs trajectories on one engine. Call ``run`` any number of times at once.
+    """Runs trajectories on one engine. Any number of ``run`` calls may be in flight at once.
 
     Args:
         entropy_tokens: every turn records the entropy of this many first tokens (``Turn.entropy``), even if the sampler
@@ -175,7 +179,7 @@ class AgentLoop:
         self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of infrastructure failures
 
     def with_budgets(self, budgets: Budgets) -> AgentLoop:
-        """Return the same loop with other limits."""
+        """Return a copy of the agent loop with other limits."""
         loop = copy.copy(self)
         loop.budgets = budgets
         return loop
@@ -227,7 +231,8 @@ class AgentLoop:
             return StopReason.INFRASTRUCTURE
 
     def _make_environment(self, task: Task, mode: PromptMode) -> Environment:
-        """Call the environment's factory. Raises InfrastructureError for any exception of the factory."""
+        """Return a new environment for ``task`` from the factory. Raises InfrastructureError for any exception of the
+        factory."""
         try:
             with own_faults():
                 return self.environment(task, tools_enabled=mode is PromptMode.AGENT)
@@ -261,7 +266,8 @@ class AgentLoop:
             state.environment_reward = await _ask(environment, "resume", object, state.turns, state.calls)
 
     def _prompt_ids(self, task: Task, mode: PromptMode) -> list[int]:
-        """Return the prompt, from a cache of one: the trajectories of a group start one after the other."""
+        """Return the token ids of a task's prompt. The last prompt is cached, because the trajectories of a group start
+        one after the other."""
         if self._latest_prompt is None or self._latest_prompt[0] is not task or self._latest_prompt[1] is not mode:
             self._latest_prompt = (task, mode, written(self.protocol, task, mode))
         return list(self._latest_prompt[2])
@@ -292,7 +298,8 @@ class AgentLoop:
         return StopReason.LENGTH
 
     async def _step(self, environment: Environment, action: Action) -> StepResult:
-        """Pass an action to the environment, which also receives answers and invalid actions."""
+        """Pass an action to the environment and return its result. The environment also receives answers and invalid
+        actions."""
         limit = asyncio.timeout(self.budgets.step_timeout_s)
         try:
             async with limit:
@@ -310,7 +317,8 @@ class AgentLoop:
         return step
 
     def _write_prompt(self, state: RunningTrajectory) -> bool:
-        """Write the next turn's prompt, with per-turn prompts. Returns False if it does not fit."""
+        """Write the next turn's prompt, if the protocol has per-turn prompts. Returns False if the prompt does not
+        fit."""
         if self._per_turn is not None:
             limit = self.budgets.max_prompt_tokens
             sampled = sampled_turns(state.response_ids, state.turns)
@@ -320,7 +328,8 @@ class AgentLoop:
         return True
 
     def _ending(self, state: RunningTrajectory, action: Action, max_turns: int) -> StopReason | None:
-        """Return why this turn is the last, or None, as far as it is known before the environment acts."""
+        """Return why the trajectory's latest turn is its last, as far as known before the environment acts; else
+        None."""
         if action.kind is ActionKind.ANSWER:
             return StopReason.ANSWER
         if action.kind is ActionKind.INVALID and self.protocol.eos_ends and state.turns[-1].finish_reason == "eos":
@@ -332,7 +341,8 @@ class AgentLoop:
         return None
 
     def _take(self, state: RunningTrajectory, step: StepResult, action: Action, max_turns: int) -> StopReason | None:
-        """Record the environment's step, and append the observation. Returns a reason to stop, or None."""
+        """Record the environment's result in the trajectory, and append the observation. Returns why the trajectory
+        ends, or None."""
         state.add_calls(action, step.results, step.latencies_s)
         if step.reward is not None:
             state.credit(step.reward)
@@ -371,7 +381,8 @@ class AgentLoop:
 
 
 async def _ask(environment: Any, method: str, expected: Any, *arguments: Any) -> Any:
-    """Await a method of an environment. Raises InfrastructureError for any exception, or a result of another type."""
+    """Call and await a method of an environment, and return its result. Raises InfrastructureError for any exception,
+    or a result of another type."""
     where = f"{type(environment).__name__}.{method}"
     try:
         with own_faults():

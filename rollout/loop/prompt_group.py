@@ -48,22 +48,22 @@ class Admission:
         await self._idle.wait()
 
     def close(self, update: object) -> None:
-        """Let no group begin until ``reopen`` is called with the same ``update``, which is any object."""
+        """Let no group begin until ``reopen`` is called with the same ``update`` (any object)."""
         self._updates.add(update)
         self._open.clear()
 
     def reopen(self, update: object) -> None:
-        """End a wait that ``close`` began. A second call has no effect."""
+        """Let groups begin again after ``close``, once no other update is waiting. A second call has no effect."""
         self._updates.discard(update)
         if not self._updates:
             self._open.set()
 
     async def opened(self) -> None:
-        """Wait until no update is waiting."""
+        """Wait until no weight update keeps groups from beginning."""
         await self._open.wait()
 
     def enter(self) -> bool:
-        """Count a group as running. Returns False while an update is waiting."""
+        """Count a group as running and return True; return False while a weight update is waiting."""
         if self._updates:
             return False
         self._running += 1
@@ -77,7 +77,7 @@ class Admission:
 
 
 class GroupAdmission:
-    """Admission of one group, as a context manager around its whole run."""
+    """Context manager around a group's whole run, for which weight updates wait."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._begun = admission, False
@@ -101,7 +101,7 @@ class GroupAdmission:
 
 
 class Slots:
-    """A semaphore of ``count`` slots with priorities. Belongs to one event loop.
+    """A semaphore with priorities that allows ``count`` trajectories in flight. Belongs to one event loop.
 
     The lowest number goes first, then the earliest arrival, so that a prompt's forks run before later prompts."""
 
@@ -136,7 +136,7 @@ class Slots:
 
 
 class Slot:
-    """One slot of a semaphore, as an asynchronous context manager."""
+    """One permit of the ``Slots`` semaphore, as an asynchronous context manager."""
 
     def __init__(self, slots: Slots, priority: Priority) -> None:
         self._slots, self._priority = slots, priority
@@ -152,7 +152,8 @@ class Slot:
             self._slots.release()
 
     async def released_during(self, work: Awaitable[None]) -> None:
-        """Release the slot while ``work`` runs, then wait for a slot again. If ``work`` raises, it stays released."""
+        """Release the semaphore's permit while ``work`` runs, then wait for one again. If ``work`` raises, it stays
+        released."""
         self._slots.release()
         self._held = False
         await work
@@ -204,7 +205,8 @@ class PromptGroup:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[Slot]:
-        """Wait for a slot and for admission. Gives the slot back while the group may not begin, for running groups."""
+        """Context manager that waits for a slot (permit to run), and for weight updates before the group begins. Gives
+        the slot back while the group may not begin, for running groups."""
         while True:
             await self.admission.opened()
             async with self.slots.take(self.priority) as slot:
@@ -236,7 +238,7 @@ def group_names(tasks: Sequence[Task]) -> list[str]:
 
 
 def _releasing(hooks: Hooks, slot: Slot) -> Hooks:
-    """Return the hooks with an ``on_result`` that releases the slot while it runs."""
+    """Return a sampler's hooks, with an ``on_result`` that releases the trajectory's slot while it runs."""
     on_result = hooks.on_result
     if on_result is None:
         return hooks

@@ -64,13 +64,13 @@ class RunningTrajectory:
 
     @property
     def context(self) -> tuple[list[int], list[int]]:
-        """The prompt of the next (or open) turn, and the ids that follow the prompt."""
+        """Token ids before the next sampled token: the turn's prompt, and the response ids that follow the prompt."""
         if self.turn_prompt is not None:
             return self.turn_prompt, self.response_ids[self.turn_start :]
         return self.prompt_ids, self.response_ids
 
     def continue_from(self, source: TrajectoryPrefix, at: int) -> None:
-        """Copy ``source`` up to response offset ``at``.
+        """Copy the trajectory ``source`` into this one, up to response offset ``at``.
 
         ``at`` is the start of a turn, or an offset inside a sampled turn, which is then continued. Raises ValueError
         for an offset inside an observation, or after the end of the trajectory.
@@ -95,12 +95,12 @@ class RunningTrajectory:
         self.fork = Fork(parent=source.index, at=at)
 
     def count(self, generation: Generation) -> None:
-        """Add the tokens that a request computed to ``tokens_computed``."""
+        """Add the tokens that the engine computed for a request to ``tokens_computed``."""
         given = sum(map(len, self.context))
         self.tokens_computed += given - generation.cached_tokens + len(generation.token_ids)
 
     def open(self, first: Generation) -> None:
-        """Append the first tokens of a turn. Its other tokens follow in ``add_turn``."""
+        """Append the first sampled tokens of a turn. ``add_turn`` appends the others."""
         self.open_turn = len(self.response_ids)
         self._extend(first.token_ids, 1, first.logprobs)
         self.open_runs = _versions(first)
@@ -149,7 +149,8 @@ class RunningTrajectory:
         )
 
     def credit(self, reward: float) -> None:
-        """Add the environment's reward for the last turn. Raises RewardError unless it is a finite number."""
+        """Add the environment's reward for the last turn to the trajectory. Raises RewardError unless it is a finite
+        number."""
         reward = finite_number(reward, f"the reward of turn {len(self.turns)}")
         self.environment_reward = (self.environment_reward or 0.0) + reward
         self.turns[-1] = dataclasses.replace(self.turns[-1], reward=reward)
@@ -189,7 +190,8 @@ def _versions(generation: Generation) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class TurnGenerator:
-    """Samples turns with the engine, in one request, or in two with the sampler's hook after the first tokens.
+    """Samples turns with the engine. A turn takes one request, or two if the sampler's hook reads its first tokens in
+    between.
 
     Args:
         entropy_tokens, top_logprobs: used for turns whose first tokens the sampler does not want.
@@ -203,7 +205,7 @@ class TurnGenerator:
     async def generate(
         self, state: RunningTrajectory, sampling: SamplingParams, seed: int, hooks: Hooks, allowed: int
     ) -> Generation:
-        """Sample the rest of the current turn of ``state``, at most ``allowed`` tokens in all.
+        """Sample and return the rest of a trajectory's current turn, at most ``allowed`` tokens.
 
         If the hook read the first tokens before the others, these are already in ``state`` as an open turn, and the
         result has only the others. Seeds are derived from (seed, group, key, turn); for the others also from "rest".
@@ -249,7 +251,8 @@ class TurnGenerator:
         return generation
 
     def _cut_across_boundary(self, state: RunningTrajectory, generation: Generation) -> Generation:
-        """End the turn at a stop string that spans two requests: after "</sea" the turn ends with "rch>".
+        """Return a generation, cut after a stop string that spans two requests: after "</sea" the turn ends with
+        "rch>".
 
         Engines miss such a string, because they search only the tokens of their own request."""
         window = max((len(s.encode()) for s in self.protocol.stop), default=0)  # a token is at least one byte

@@ -33,7 +33,8 @@ _CLOSING = re.compile(
 
 
 def without_quotes(answer: str) -> str:
-    r"""Remove a pair of quotes around the whole answer. The prompts show ``\boxed{'The final answer goes here.'}``.
+    r"""Return an answer without a pair of quotes around the whole of it. The prompts show ``\boxed{'The final answer
+    goes here.'}``.
 
     >>> without_quotes("'42'"), without_quotes("f'"), without_quotes("'a' or 'b'")
     ('42', "f'", "'a' or 'b'")
@@ -59,7 +60,7 @@ def choice_letter(answer: str | None) -> str | None:
 
 
 def strict_box(response: str) -> str | None:
-    r"""Return the content of the last ``\boxed{`` in the last 100 characters, or None if its braces do not
+    r"""Return the content of the last ``\boxed{`` in a response's last 100 characters, or None if its braces do not
     match, even if an earlier box is complete. White space stays.
 
     The response includes tool results, so a box that a program prints at the very end counts as the model's answer.
@@ -76,7 +77,7 @@ def strict_box(response: str) -> str | None:
 
 
 def submitted_program(text: str) -> str | None:
-    """Return the last closed ```python block of a turn, after its thoughts, or None without one.
+    """Return the last closed ```python block of a turn's text, after its thoughts, or None without one.
 
     A block ends at its first closing line outside of Python's strings, or at its first closing line if all are inside.
     Three backticks in a docstring therefore do not cut a program. Thoughts end at the last ``</think>`` outside of
@@ -103,7 +104,7 @@ def released_program(response: str) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (language, start, end) of the content of every closed block whose opening line names a language."""
+    """Yield (language, start, end) of the content of every closed code block whose opening line names a language."""
     fences = [(fence.start(), fence.end(), fence[1]) for fence in _FENCE.finditer(text)]
     index = 0
     while index < len(fences):

@@ -23,7 +23,7 @@ MATH_SOURCES = frozenset({"aime24", "aime25", "math500", "gsm8k", "math"})  # wh
 
 
 def released_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed`` as the released code reads it (deep_research.py, 155-210); None if
+    r"""Return the content of the last ``\boxed`` as ARPO's released code reads it (deep_research.py, 155-210); None if
     that fails.
 
     A ``\boxed`` followed by a space comes before every other, and is read up to the next dollar sign or the end.
@@ -41,7 +41,7 @@ def released_boxed(text: str) -> str | None:
 
 
 def format_error(text: str, read: Callable[[str], str | None] = boxed) -> str | None:
-    """Return why a response breaks the released format rule, or None if it keeps the rule.
+    """Return why a response breaks ARPO's released format rule, or None if it keeps the rule.
 
     The response needs as many <think> as </think>, at least one; one <answer> and after it one </answer>; and an answer
     with a box that can be read. Every <search> must be followed by </search>, <result> and </result> in this order, and
@@ -84,7 +84,7 @@ def answer_text(text: str) -> str:
 
 
 def as_released(text: str, golds: Sequence[str], bonus: float = 0.1) -> Reward:
-    r"""Return the released reward of a whole response, tool results included, with all its errors.
+    r"""Return the reward of a whole response as ARPO's released code computes it, tool results and errors included.
 
     The score is token F1 for mathematics and questions alike: "-5" is "5", "12" is "1/2", and "\frac{1}{2}" is not
     "0.5". The texts "</search>" and "</python>" anywhere give the bonus. A gold answer that normalisation empties ("A")
@@ -154,12 +154,12 @@ class ArpoReward:
         return Reward(accuracy + self.bonus * parts["both_tools"] if accuracy > 0 else 0.0, parts)
 
     def _response(self, trajectory: Trajectory) -> str:
-        """Return the whole response up to its first EOS."""
+        """Return the text of the whole response up to its first EOS."""
         ids, eos = trajectory.response_ids, self.tokenizer.eos_token_id
         return decode(self.tokenizer, ids[: ids.index(eos)] if eos in ids else ids, skip_special=True)
 
     def _sampled(self, trajectory: Trajectory) -> str:
-        """Return the model's text, with an empty result block after each answered call."""
+        """Return the text that the model sampled, with an empty result block after each answered call."""
         texts = []
         for turn in trajectory.turns:
             texts.append(decode(self.tokenizer, trajectory.response_ids[turn.start : turn.end], skip_special=True))
@@ -169,7 +169,8 @@ class ArpoReward:
 
 
 def used_both_tools(trajectory: Trajectory) -> bool:
-    """Return whether each tool was executed at least once with outcome OK and a text that is not empty."""
+    """Return whether search and Python were each executed at least once with outcome OK and a text that is not
+    empty."""
     useful = {
         call.request.name
         for call in trajectory.calls

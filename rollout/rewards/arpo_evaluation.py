@@ -20,7 +20,8 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def released_answer(response: str) -> str | None:
-    r"""Return the answer that the released evaluation takes from a whole response, or None only for a blank response.
+    r"""Return the answer that ARPO's released evaluation takes from a whole response, or None only for a blank
+    response.
 
     It is the last box of the last ``<answer>`` block, or the whole block if the box is missing or empty. Without a
     block, or with an empty one, it is the last box of the response. Without a box it is the last five lines that are
@@ -53,7 +54,8 @@ def _last_box(text: str) -> str:
 
 
 def released_f1(answer: str, golds: Iterable[str], articles: bool = False) -> float:
-    """Return the highest F1 over the golds, on words in lower case with their punctuation: "Paris." is not "Paris".
+    """Return an answer's highest word F1 over the gold answers. Words are in lower case and keep their punctuation:
+    "Paris." is not "Paris".
 
     Args:
         articles: count a, an and the as words (mathematics).
@@ -68,7 +70,7 @@ def _words(text: str, articles: bool) -> list[str]:
 
 
 class ArpoReleasedAnswers:
-    """Scores trajectories as the released evaluation does, for ``Evaluation.answers``: ``released_answer``,
+    """Scores trajectories as ARPO's released evaluation does, for ``Evaluation.answers``. Uses ``released_answer``,
     ``released_f1``, and an exact match that keeps punctuation. Math-verify compares mathematics; the released code
     compares MATH's strings, which is stricter.
 

@@ -16,8 +16,8 @@ THREADS = min(32, (os.cpu_count() or 1) + 4)  # that score at once, as in a loop
 
 class RewardFunction(Protocol):
     def score(self, trajectory: Trajectory) -> Reward:
-        """Score a finished trajectory from its parsed answer, calls and task, without printing or drawing random
-        numbers.
+        """Return the reward of a finished trajectory. Reads its parsed answer, calls and task, and neither prints nor
+        draws random numbers.
 
         A bare number is accepted as the total (``Scorer``). Raises InfrastructureError if a service fails. The
         trajectory is then left out; it gets no score.
@@ -27,12 +27,12 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class AsyncReward(Protocol):
-    """An asynchronous reward, such as running a solution's tests in a sandbox. It runs in the event loop, so its own
-    computations block other trajectories. If it has a ``start`` (``tools.base.Startable``), that runs before a model
-    loads."""
+    """A reward that is computed asynchronously, such as by running a solution's tests in a sandbox. It runs in the
+    event loop, so its own computations block other trajectories. If it has a ``start`` (``tools.base.Startable``), that
+    runs before a model loads."""
 
     async def score_async(self, trajectory: Trajectory) -> Reward:
-        """Score a trajectory as ``RewardFunction.score`` does."""
+        """Return the reward of a finished trajectory, as ``RewardFunction.score`` does."""
         ...
 
     async def close(self) -> None:
@@ -41,7 +41,7 @@ class AsyncReward(Protocol):
 
 
 class Scorer:
-    """Scores trajectories with either kind of reward, in one event loop.
+    """Scores trajectories with a synchronous or an asynchronous reward, in one event loop.
 
     Threads call a synchronous reward, so a long computation does not block other trajectories. A thread scores all
     trajectories that wait by then, because handing over each one costs more than most rewards.
@@ -81,7 +81,7 @@ class Scorer:
         return await future
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Score in a thread until no trajectory waits."""
+        """Score waiting trajectories, in a thread, until none is left."""
         reward = cast(RewardFunction, self._reward)
         while True:
             with self._lock:

@@ -51,7 +51,7 @@ class DeadlinePool:
         self._pool: ProcessPool | None = None
 
     def call(self, *arguments: Any, timeout_s: float) -> Any:
-        """Return the function's result, or raise its exception.
+        """Call the pool's function in a process. Returns its result, or raises its exception.
 
         Args:
             timeout_s: wall-clock seconds for the function itself.
@@ -100,7 +100,7 @@ class DeadlinePool:
         return result
 
     def close(self) -> None:
-        """End all processes after the calls in flight. Idempotent; a later call starts new ones."""
+        """End all processes of the pool after the calls in flight. Idempotent; a later call starts new ones."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -109,7 +109,7 @@ class DeadlinePool:
 
 
 def _prepare(function: str, memory_mb: int) -> None:
-    """Prepare a process for its first call: it ignores Ctrl-C and forgets the trainer's rank."""
+    """Prepare a pool's process for its first call: it ignores Ctrl-C and forgets the trainer's rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
@@ -128,7 +128,8 @@ def _find(function: str) -> Any:
 
 
 def _call(function: str, timeout_s: float, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Return True and the result, or False and the function's TimeoutError, which pebble raises for kills too."""
+    """Call a function with a deadline. Returns True and the result, or False and the function's TimeoutError, which
+    pebble raises for kills too."""
     # SIGALRM's default action ends the process even in the middle of one long operation.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)

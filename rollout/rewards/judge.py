@@ -47,7 +47,7 @@ _POSITIVE = re.compile(r"\bcorrect(?:ly)?\b")
 
 @dataclass(frozen=True, slots=True)
 class JudgeItem:
-    """One answer to judge. Raises ValueError without a reference answer."""
+    """One answer to judge, with its question and reference answers. Raises ValueError without a reference answer."""
 
     question: str
     golds: tuple[str, ...]  # any one suffices
@@ -66,7 +66,7 @@ class Verdict:
 
 
 def parse_verdict(reply: str) -> bool | None:
-    """Return the verdict in a reply, or None if it cannot be read.
+    """Return whether a judge's reply calls the answer correct, or None if the reply cannot be read.
 
     A line with only the verdict ("Judgement: **Correct**") decides, unless another line contradicts it. Otherwise the
     published rule holds: correct if the reply says "correct" and neither "incorrect", "wrong" nor a negation such as
@@ -109,7 +109,8 @@ class Judge:
         return self.client.model
 
     async def judge(self, item: JudgeItem) -> Verdict:
-        """Return the verdict. An empty answer is incorrect; without a readable reply ``correct`` is None."""
+        """Return the model's verdict on one answer. An empty answer is incorrect; without a readable reply ``correct``
+        is None."""
         if item.prediction is None or not item.prediction.strip():
             return Verdict(False)
         reply = ""
@@ -148,7 +149,7 @@ class Judge:
         return await asyncio.gather(*map(self.judge, items))
 
     async def _shut(self) -> None:
-        """Cancel running tasks if the caller leaves early, and close the connections."""
+        """Cancel running requests if the caller leaves early, and close the connections."""
         running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in running:
             task.cancel()

@@ -37,7 +37,7 @@ _PROCESSES = DeadlinePool("rollout.rewards.math_comparison.compare", workers=WOR
 
 
 def math_equal(prediction: str | None, golds: Iterable[str], timeout_s: float = DEADLINE_SECONDS) -> bool:
-    """Return whether the answer equals one of the gold answers. Safe in threads.
+    """Return whether a mathematical answer equals one of the gold answers. Safe in threads.
 
     Args:
         prediction: LaTeX or plain text without ``\\boxed``, or None (no answer), which equals no gold answer.
@@ -88,14 +88,14 @@ def _compare(said: str, wanted: str, timeout_s: float) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Remove the delimiters of a formula, the full stop after it, and spare white space."""
+    """Return an answer without the delimiters of a formula, the full stop after it, and spare white space."""
     text = " ".join(text.split()).removesuffix(".").rstrip()
     delimited = _DELIMITED.fullmatch(text)
     return next(inner for inner in delimited.groups() if inner).strip() if delimited else text
 
 
 def _balanced(text: str) -> bool:
-    """Return whether unescaped braces pair up: an answer must not close the box that is put around it."""
+    """Return whether an answer's unescaped braces pair up: it must not close the box that is put around it."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(brace, 0)

@@ -12,8 +12,8 @@ from rollout.trajectory import Reward, Trajectory
 
 
 def answer_parts(trajectory: Trajectory) -> dict[str, float]:
-    """Return em, f1, sub_em and answered (1.0 with an answer), each in [0, 1]. ``Trajectory.answer`` is read from
-    sampled tokens only, so an answer in a retrieved passage never scores."""
+    """Return the scores of a trajectory's answer: em, f1, sub_em and answered (1.0 with an answer), each in [0, 1].
+    ``Trajectory.answer`` is read from sampled tokens only, so an answer in a retrieved passage never scores."""
     golds, answer = trajectory.task.golden_answers, trajectory.answer
     return {
         "em": exact_match(answer, golds),
@@ -24,7 +24,7 @@ def answer_parts(trajectory: Trajectory) -> dict[str, float]:
 
 
 class ExactMatchReward:
-    """Reward of ``score`` for a correct answer, ``format_score`` for any other answer, 0 for no answer.
+    """Reward for exact match: ``score`` for a correct answer, ``format_score`` for any other answer, 0 for no answer.
 
     DGPO and Search-R1 use 1 and 0 (verl/trainer/main_ppo.py).
     """
@@ -62,7 +62,8 @@ class SearchR1ReleasedAnswers:
         self.tokenizer = load_tokenizer(tokenizer)
 
     def score(self, trajectory: Trajectory) -> tuple[str | None, dict[str, float]]:
-        """Return (answer, its ``answer_parts``). em is also 1 for two texts that normalisation empties."""
+        """Return the answer's text and its scores (``answer_parts``). em is also 1 for two texts that normalisation
+        empties."""
         ids = [*trajectory.prompt_ids, *trajectory.response_ids]
         pairs = between(decode(self.tokenizer, ids), "<answer>", "</answer>")
         answer = pairs[-1].strip() if len(pairs) > 1 else None

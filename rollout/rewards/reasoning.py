@@ -26,7 +26,8 @@ PER_ROUND, AT_MOST = 0.1, -0.6  # of the shaping of wrong answers
 
 
 def ability(task: Task) -> Ability:
-    """Return how the task is judged: by its ``ability``, else by its data source, as in the released code.
+    """Return how a task is judged: "math", "choice" or "code". Its ``ability`` decides, else its data source, as in the
+    released code.
 
     Raises ValueError for another ability.
     """
@@ -40,7 +41,7 @@ def ability(task: Task) -> Ability:
 
 
 def shaped(score: float, rounds: int, shaping: Shaping) -> float:
-    """Add the credit for tool calls to a negative score. Other scores stay unchanged.
+    """Return a score, with credit for tool calls added if it is negative. Other scores stay unchanged.
 
     ``intended``: 0.1 for each round, up to -0.6. ``as_released``: the reward manager never passes the number of turns,
     so the formula min(-0.6, score + 0.1 * (num_turns - 2) / 2) sees 0 turns and gives -1.1.
@@ -55,7 +56,8 @@ def shaped(score: float, rounds: int, shaping: Shaping) -> float:
 
 
 def overlong(length: int, limit: int, buffer: int, penalty: float) -> float:
-    """Return DAPO's penalty: 0 for up to ``limit - buffer`` tokens, then linear, down to ``-penalty`` at ``limit``."""
+    """Return DAPO's penalty for a long response: 0 for up to ``limit - buffer`` tokens, then linear, down to
+    ``-penalty`` at ``limit``."""
     return min(-(length - (limit - buffer)) / buffer * penalty, 0.0)
 
 
@@ -121,12 +123,12 @@ class ReasoningReward:
         self.tokenizer = load_tokenizer(tokenizer)
 
     async def start(self) -> None:
-        """Start the runner; a sandbox that is not tight fails here."""
+        """Start the runner of programs; a sandbox that is not tight fails here."""
         if self.code is not None:
             await self.code.start()
 
     async def score_async(self, trajectory: Trajectory) -> Reward:
-        """Score a trajectory.
+        """Return the reward of a finished trajectory.
 
         Raises:
             InfrastructureError: the runner or math-verify's process fails.
@@ -143,7 +145,7 @@ class ReasoningReward:
         return Reward(score + parts["shaping"] + parts["overlong"], parts)
 
     async def close(self) -> None:
-        """Close the runner."""
+        """Close the runner of programs."""
         if self.code is not None:
             await self.code.close()
 
@@ -199,7 +201,8 @@ class ReasoningReward:
 
 
 def _by_visibility(outcomes: Sequence[TestOutcome], tests: Mapping[str, Any]) -> dict[str, float]:
-    """Return acc_public and acc_hidden, each if there are such tests. ``outcomes`` is () if nothing ran."""
+    """Return acc_public and acc_hidden (1.0: all such tests passed), each if there are such tests. ``outcomes`` is ()
+    if nothing ran."""
     public, total = len(public_tests(tests)), len(tests.get("inputs", ())) or 1  # of assertions none is public
     passed = [outcome is TestOutcome.PASSED for outcome in outcomes]
     parts = {"acc_public": float(bool(passed) and all(passed[:public]))} if public else {}

@@ -60,7 +60,7 @@ def sub_exact_match(text: str | None, golds: Iterable[str]) -> float:
 
 
 def f1(prediction: str | None, golds: Iterable[str]) -> float:
-    """Return token F1 after normalisation, maximum over the golds (FlashRAG), in [0, 1].
+    """Return the highest token F1 of a prediction over the gold answers, after normalisation (FlashRAG), in [0, 1].
 
     If either side is yes, no or noanswer, only equality scores.
     """
@@ -79,7 +79,8 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
 
 
 def token_f1(said: Counter[str], wanted: Counter[str]) -> float:
-    """Return F1 = 2 precision recall / (precision + recall) of the common tokens, in [0, 1]; 0 without one."""
+    """Return F1 = 2 precision recall / (precision + recall) of the tokens that two texts share, in [0, 1]; 0 without
+    one."""
     common = (said & wanted).total()
     if not common:
         return 0.0

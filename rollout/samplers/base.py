@@ -86,7 +86,8 @@ class GroupRunner(Protocol):
         hooks: Hooks = NO_HOOKS,
         counts: bool = True,
     ) -> Trajectory:
-        """Roll out and score member ``index``. With ``start`` it branches off at response offset ``at``.
+        """Roll out and score trajectory ``index`` of the group. With ``start`` it forks from that trajectory at
+        response offset ``at``.
 
         Args:
             key: the requests' seeds are derived from it; by default from the index. A sampler that numbers its members
@@ -109,7 +110,7 @@ class Sampler(Protocol):
 
 
 def check_forks(sampler: object, protocol: str) -> None:
-    """Refuse a forking sampler for a protocol with per-turn prompts. Raises ValueError.
+    """Raise ValueError if a sampler forks trajectories, which protocols with per-turn prompts do not allow.
 
     Args:
         sampler: a sampler or its class.
@@ -133,7 +134,7 @@ class IndependentSampler:
 
 
 async def run_independent(group: GroupRunner, indices: Iterable[int]) -> list[Trajectory]:
-    """Run members of a group from the prompt, all at once."""
+    """Roll out the trajectories ``indices`` of a group from the prompt, all at once, and return them."""
     async with asyncio.TaskGroup() as tasks:  # one that fails cancels the others
         running = [tasks.create_task(group.run(index)) for index in indices]
     return [task.result() for task in running]
@@ -156,7 +157,8 @@ def top_entropy(top: Mapping[int, float]) -> float:
 
 
 def first_tokens_entropy(tops: Sequence[Mapping[int, float]] | None, first: int) -> float | None:
-    """Return the mean ``top_entropy`` over the first ``first`` positions, or None without positions."""
+    """Return the mean entropy in nats over the first ``first`` tokens, or None without tokens. ``tops``: see
+    ``top_entropy``."""
     if not tops or first < 1:
         return None
     taken = [top_entropy(top) for top in tops[:first]]
@@ -164,7 +166,8 @@ def first_tokens_entropy(tops: Sequence[Mapping[int, float]] | None, first: int)
 
 
 def released_entropy(generation: Generation, first: int, vocabulary: int) -> float:
-    """Compute the entropy of ARPO's released code (vllm_rollout_with_tools.py, 172-177 and 283-305).
+    """Return the entropy of a turn's first tokens as ARPO's released code computes it (vllm_rollout_with_tools.py,
+    172-177 and 283-305).
 
     The sum over the first ``first`` positions of -p ln p over the most likely tokens and the sampled one, not
     renormalised, divided by the logarithm of the vocabulary's size. The value can exceed 1: 20 uniform positions over

@@ -84,7 +84,8 @@ class BranchingSampler:
     async def sample_tree(
         self, group: GroupRunner, n: int, roots: int, done: Sequence[Trajectory] = ()
     ) -> list[Trajectory]:
-        """Sample a group of ``n``. ``roots`` of them start at once; the first may be ``done`` already."""
+        """Return ``n`` trajectories, of which ``roots`` start from the prompt at once, and the others fork. ``done``:
+        first roots that have finished already."""
         if roots >= n or self.beam_size == 1:
             return [*done, *await run_independent(group, range(len(done), n))]
         tree = LockStepTree if self.variant == "lock_step" else FreeTree
@@ -198,7 +199,8 @@ class AEPOSampler(BranchingSampler):
 
 
 class Tree:
-    """The group of one prompt. Members are numbered in the order of their start. Use it once."""
+    """Grows the group of one prompt: trajectories that start from the prompt, and their forks. Members are numbered in
+    the order of their start. Use it once."""
 
     def __init__(self, rule: BranchingSampler, group: GroupRunner, n: int) -> None:
         self.rule, self.group, self.n = rule, group, n
@@ -211,7 +213,7 @@ class Tree:
         raise NotImplementedError
 
     def ended(self, index: int) -> None:
-        """Take note that member ``index`` has ended."""
+        """Update the tree after trajectory ``index`` has ended."""
         raise NotImplementedError
 
     @property
@@ -219,7 +221,8 @@ class Tree:
         return self.n - len(self._members)
 
     async def sample(self, roots: int, done: Sequence[Trajectory] = ()) -> list[Trajectory]:
-        """Return all ``n`` trajectories. ``roots`` start at once; the first may be ``done`` already."""
+        """Return all ``n`` trajectories of the group. ``roots`` start from the prompt at once; the first may be
+        ``done`` already."""
         self._members.extend(done)
         self._roots = len(done)
         async with asyncio.TaskGroup() as self._tasks:  # one that fails cancels the others
@@ -231,7 +234,7 @@ class Tree:
         return [member for member in self._members if member is not None]
 
     def consider_ended(self, member: Trajectory) -> None:
-        """Decide about forks of a trajectory that ended before the tree began."""
+        """Decide at random about forks of a trajectory that ended before the tree began."""
 
     def start_root(self) -> None:
         self._start(self._roots)
@@ -252,7 +255,8 @@ class Tree:
 
 
 class FreeTree(Tree):
-    """The variant ``fixed``: every trajectory decides when its own tool returns, without waiting.
+    """Branching variant ``fixed``: each trajectory decides about forks when its own tool returns, without waiting for
+    others.
 
     A turn's first tokens take a separate request only if a decision depends on their entropy. They do not in the first
     turn, whose entropy is used later, in a full group, for a trajectory that cannot fork, and if the random draw is
@@ -301,21 +305,22 @@ class FreeTree(Tree):
                 self._consider(member, number, turn.start, member.index, turn.entropy)
 
     def ended(self, index: int) -> None:
-        """Note that member ``index`` cannot fork any more. If no member can, start the missing ones from the prompt."""
+        """Note that trajectory ``index`` cannot fork any more. If none can, start the missing ones from the prompt."""
         self._active.discard(index)
         if not self._active:
             while self.room:
                 self.start_root()
 
     def _may_fork(self, source: TrajectoryPrefix, turn: int, at: int) -> bool:
-        """Whether a fork is considered at the start of turn ``turn`` of ``source``, at response offset ``at``."""
+        """Return whether trajectory ``source`` may fork at the start of ``turn``, at response offset ``at``."""
         followed_result = any(call.turn == turn - 1 and call.executed for call in source.calls)
         forked_here = source.fork is not None and source.fork.at == at
         compared = turn > 0 and source.turns[0].entropy is not None
         return self.room > 0 and followed_result and not forked_here and compared
 
     def _consider(self, source: TrajectoryPrefix, turn: int, at: int, key: int | str, entropy: float) -> float | None:
-        """Fork ``source`` at the start of ``turn`` by chance. Returns the probability, or None if it cannot fork."""
+        """Fork trajectory ``source`` at the start of ``turn`` with the probability that ``entropy`` gives. Returns the
+        probability, or None if it cannot fork."""
         if not self._may_fork(source, turn, at):
             return None
         probability = self._probability(source, entropy, self._streaks.get(key, 0))
@@ -342,8 +347,8 @@ class FreeTree(Tree):
 
 
 class LockStepTree(Tree):
-    """The variant ``lock_step``: rounds of one turn each, within one prompt's group, in the order of the released
-    vllm_rollout_with_tools.py (docs/papers/arpo.md 1.4).
+    """Branching variant ``lock_step``: samples one prompt's group in rounds of one turn each. The order is that of the
+    released vllm_rollout_with_tools.py (docs/papers/arpo.md 1.4).
 
     Two differences follow from the fact that a sampler sees one group. The released code takes its rounds over the
     whole batch of a worker, and stores the first entropies by row of that batch without ever clearing them. From the
@@ -378,7 +383,8 @@ class LockStepTree(Tree):
         self._end_round()
 
     def _end_round(self) -> None:
-        """Once all active trajectories wait, fork them in order of index, or start one new root. Then release them."""
+        """Once all active trajectories wait, fork them in order of index, and let them continue. If none is active,
+        start one from the prompt."""
         if len(self._waiting) < len(self._active):
             return
         before = self.room

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 async def with_retries(attempt: Callable[[], Awaitable[T]], retries: int, backoff_s: float) -> T:
-    """Await ``attempt()``, and again after an InfrastructureError other than a PermanentFailure. Raises the last error.
+    """Call and await ``attempt``, and retry after an InfrastructureError other than a PermanentFailure. Returns its
+    result, or raises the last error.
 
     A loop, because tenacity takes a third of a turn's processor time for a tool call that succeeds at once, and draws
     its jitter from the global generator.

@@ -16,8 +16,9 @@ _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top
 
 
 class ChatClient(RoundRobinClient):
-    """Client of several equal servers with ``/chat/completions`` (vLLM or any other). ``RoundRobinClient`` says which
-    failures are retried. An answer of another shape is not retried, because it would come again.
+    """Client of several equal chat servers with OpenAI's ``/chat/completions`` (vLLM or any other).
+    ``RoundRobinClient`` says which failures are retried. An answer of another shape is not retried, because it would
+    come again.
 
     Use it from one event loop at a time; a new loop gets new connections.
 
@@ -67,7 +68,8 @@ class ChatClient(RoundRobinClient):
 
 
 def _reply(answer: Answer, url: str) -> str:
-    """Return the text of the first choice. Raises InfrastructureError for another shape."""
+    """Return the text of the first choice in a chat server's answer. Raises InfrastructureError for an answer of
+    another shape."""
     try:
         text = whole(json.loads(answer.body)["choices"][0]["message"]["content"])
     except (ValueError, KeyError, IndexError, TypeError):

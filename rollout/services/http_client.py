@@ -40,7 +40,8 @@ class ApiKey:
         self.variable, self.purpose = variable, purpose
 
     def headers(self) -> dict[str, str]:
-        """Return the authorisation header. Raises ValueError when the variable is not set, or cannot be a key."""
+        """Return the HTTP authorisation header; empty without a key. Raises ValueError when the variable is not set, or
+        cannot be a key."""
         if self.variable is None:
             return {}
         key = os.environ.get(self.variable, "").strip()
@@ -72,7 +73,7 @@ class Answer:
 async def post_json(
     session: aiohttp.ClientSession, url: str, payload: dict[str, Any], key: ApiKey, timeout_s: float
 ) -> Answer:
-    """POST ``payload`` and return the answer, whatever its status.
+    """Send ``payload`` as JSON by POST and return the HTTP response, whatever its status.
 
     Raises:
         InfrastructureError: no connection, no answer within ``timeout_s``, or not HTTP. It is not chained to aiohttp's

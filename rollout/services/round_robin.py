@@ -59,7 +59,7 @@ class RoundRobinClient:
         self._warned = float("-inf")
 
     async def post(self, payload: dict[str, Any], patience: float | None = None) -> tuple[Answer, str]:
-        """Return the first answer of status 200, and its URL.
+        """Send ``payload``, with retries, and return the first answer of status 200, and its URL.
 
         Args:
             payload: the body, sent as JSON.
@@ -99,17 +99,19 @@ class RoundRobinClient:
             await asyncio.sleep(min(max(asked, pause), left))
 
     async def post_once(self, url: str, payload: dict[str, Any]) -> Answer:
-        """Make one attempt at one address, as soon as a slot is free. Any status is an answer."""
+        """Send one request to ``url``, once fewer than ``concurrency`` are in flight. Returns the answer, whatever its
+        status."""
         session, slots = self._session.open()
         async with slots:
             return await post_json(session, url, payload, self.key, self.timeout)
 
     async def close(self) -> None:
-        """Close the connections; a later request opens new ones."""
+        """Close the HTTP connections; a later request opens new ones."""
         await self._session.close()
 
 
 def _retry_after(answer: Answer) -> float:
-    """Return the seconds of a Retry-After header, at most a minute; 0.0 without one, or when it is a date."""
+    """Return the seconds that a Retry-After header asks for, at most a minute; 0.0 without one, or when it is a
+    date."""
     asked = next((value for name, value in answer.headers.items() if name.lower() == "retry-after"), "")
     return min(float(asked), _LONGEST_PAUSE_S) if asked.isascii() and asked.isdigit() else 0.0

@@ -13,7 +13,7 @@ from rollout.trajectory import Task
 
 
 class UCB(SkillRetriever):
-    """General skills and those of the category with the highest upper confidence bound.
+    """Selects general skills (advice texts) and those of the task category with the highest upper confidence bound.
 
     An arm is a category. Its score is r_mean + c sqrt(ln N / n), where n counts the rewards of the arm and N those of
     all arms (UCB1; Auer, Cesa-Bianchi and Fischer 2002). Arms without a reward come first. SDAR names UCB but publishes
@@ -43,7 +43,7 @@ class UCB(SkillRetriever):
         )
 
     def scores(self) -> dict[str, float]:
-        """Return the upper confidence bound of each category; infinite for a category that was never tried."""
+        """Return the upper confidence bound by skill category; infinite for a category that was never tried."""
         total = sum(count for count, _ in self._arms.values())
         scores = dict.fromkeys(self.bank.by_category, math.inf)
         for name, (count, reward) in self._arms.items():
@@ -51,7 +51,8 @@ class UCB(SkillRetriever):
         return scores
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
-        """Learn from an iteration (see ``SkillRetriever``). A selection of several categories counts for each of them.
+        """Update the mean rewards of the categories from an iteration's pairs (selected skills, reward). A selection of
+        several categories counts for each of them.
 
         Raises:
             ValueError: a reward is not finite, or a selection is not this retriever's; the update then has no effect.

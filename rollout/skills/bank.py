@@ -37,11 +37,11 @@ TASK_KEYWORDS = "task_keywords"
 
 
 class SkillBankError(FileError):
-    """A skill bank cannot be used as it is. The message names the file and the location in it."""
+    """A skill bank (collection of advice texts) is faulty. The message names the file and the location in it."""
 
 
 def _text(value: str) -> str:
-    """Check that a text is not empty and valid UTF-8: JSON can write half of a surrogate pair."""
+    """Return a text after checking that it is not empty and valid UTF-8: JSON can contain half of a surrogate pair."""
     if not value.strip() or re.search("[\ud800-\udfff]", value):
         raise ValueError("expected a text that is not empty")
     return value
@@ -58,7 +58,7 @@ Text = Annotated[str, AfterValidator(_text)]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Skill:
-    """One rule and its occasion."""
+    """One skill: a piece of advice for the model, and when to apply it."""
 
     id: Annotated[Text, Field(alias="skill_id")]  # "gen_001"
     title: Text
@@ -67,7 +67,7 @@ class Skill:
 
     @property
     def text(self) -> str:
-        """Title, principle and occasion in one line, as an encoder reads them."""
+        """Title, principle and occasion of the skill in one line, as an encoder reads them."""
         return f"{self.title}. {self.principle} {self.when_to_apply}"
 
 
@@ -80,7 +80,7 @@ class _Metadata(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class SkillBank:
-    """General skills, and skills by category of task.
+    """Skills (advice texts) for an environment: general ones, and others by category of task.
 
     Raises:
         ValidationError: on construction, for a duplicate id, an empty text or one that is not UTF-8, a category whose
@@ -112,7 +112,7 @@ class SkillBank:
                 )
 
     def entries(self) -> Iterator[tuple[str, Skill]]:
-        """Yield (location in the file, skill) of every skill."""
+        """Yield (location in the skill bank's file, skill) for every skill."""
         sections = [(GENERAL, self.general)]
         sections += [(f"{SPECIFIC}.{name}", skills) for name, skills in self.by_category.items()]
         for section, skills in sections:
@@ -121,18 +121,20 @@ class SkillBank:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """Task type or data source to category, in the file's order."""
+        """Dict from task type or data source to skill category, in the order of the skill bank's file."""
         return dict(self.metadata.get(TASK_TO_SKILL, {}))
 
     def category_of(self, task_type: str) -> str | None:
-        """Return the category of a task type or of a category's name, or None for an unknown type."""
+        """Return the name of a task type's skill category, or None for an unknown type. A category's name is returned
+        unchanged."""
         if task_type in self.tasks:
             return self.tasks[task_type]
         return task_type if task_type in self.by_category else None
 
     @property
     def keywords(self) -> dict[str, tuple[str, ...]]:
-        """Keywords in lower case by category, in the order of ``task_keywords``, without empty categories."""
+        """Dict from skill category to its keywords in lower case, in the order of ``task_keywords``. Leaves out
+        categories without keywords."""
         found: dict[str, list[str]] = {}
         for name, words in self.metadata.get(TASK_KEYWORDS, {}).items():
             found.setdefault(str(self.category_of(name)), []).extend(word.lower() for word in words)
@@ -140,7 +142,7 @@ class SkillBank:
 
     @classmethod
     def from_json(cls, values: Any) -> SkillBank:
-        """Make a bank from JSON values. Raises ValidationError that names the location."""
+        """Make a skill bank from parsed JSON. Raises ValidationError that names the location."""
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != MISTAKES}
         return _BANK.validate_python(values)
@@ -151,14 +153,14 @@ _BANK = TypeAdapter(SkillBank)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Skills that a retriever chose for one task, in reading order."""
+    """Skills (advice texts) that a retriever chose for one task, in reading order."""
 
     general: tuple[Skill, ...] = ()
     by_category: tuple[tuple[str, tuple[Skill, ...]], ...] = ()  # (category, its chosen skills)
 
     @property
     def skills(self) -> tuple[Skill, ...]:
-        """All skills: the general ones first, then category by category."""
+        """All selected skills: the general ones first, then category by category."""
         return self.general + tuple(skill for _, skills in self.by_category for skill in skills)
 
     @property
@@ -167,7 +169,8 @@ class Selection:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON. Raises SkillBankError (without the path) if it is not JSON in UTF-8, or an object has a key twice."""
+    """Return the parsed content of a JSON file. Raises SkillBankError (without the path) if it is not JSON in UTF-8, or
+    an object has a key twice."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_doubles)
     except SkillBankError:

@@ -20,7 +20,7 @@ Place = Literal["user_turn", "before_template"]
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """Rendered skills for one prompt. ``text`` is empty without a selection."""
+    """Skills (advice texts) rendered for one prompt. ``text`` is empty if no skill was selected."""
 
     text: str
     selection: Selection
@@ -28,7 +28,7 @@ class Injection:
 
 
 class Skills:
-    """Skills for the prompt of a teacher, or of the agent itself.
+    """Chooses and renders advice texts of a skill bank for the prompt of a teacher, or of the agent itself.
 
     ::
 
@@ -83,7 +83,7 @@ class Skills:
         return f"Skills({self.name!r}, {retriever}, max_tokens={self.max_tokens}, form={self.form!r})"
 
     def inject(self, task: Task, text: str, count: CountTokens) -> Injection:
-        """Return the skills for ``task``, whose prompt begins with ``text``.
+        """Return the skills (advice texts) chosen and rendered for ``task``. ``text``: the first prompt or observation.
 
         Args:
             count: counts tokens with the tokenizer of the reading model (``render.token_counter``).
@@ -96,7 +96,7 @@ class Skills:
         return Injection(text, selection, tokens)
 
     def check(self, count: CountTokens, control_tokens: Sequence[str] = ()) -> None:
-        """Try possible selections against ``max_tokens``, and all texts against control tokens, before a model loads.
+        """Check, before a model loads, that skills fit ``max_tokens`` and contain no control token of the tokenizer.
         Raises ValueError as ``inject`` does.
 
         Args:
@@ -115,12 +115,12 @@ class Skills:
             self._render(selection, count)
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:
-        """Raise ValueError for the first task that the retriever does not know. Computes no selection."""
+        """Raise ValueError for the first task for which the retriever has no skills. Computes no selection."""
         for task in tasks:
             self.retriever.check_task(task)
 
     def _render(self, selection: Selection, count: CountTokens) -> tuple[str, int]:
-        """Return the text and its number of tokens."""
+        """Return the selected skills as prompt text, and its number of tokens."""
         text = render(selection, self.form, self.header)
         tokens = count(text)
         if tokens > self.max_tokens:

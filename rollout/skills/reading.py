@@ -29,7 +29,7 @@ _ITEM = re.compile(rf"\d+\. (?>(?P<title>.+?): )(?P<principle>.+) {APPLY}(?P<whe
 
 
 def read_bank(path: str | Path) -> SkillBank:
-    """Read a ``.json`` file in SkillRL's form, a folder of SDAR's Markdown, or a built-in bank by name.
+    """Read a skill bank: a ``.json`` file in SkillRL's form, a folder of SDAR's Markdown, or a built-in bank by name.
 
     Raises:
         SkillBankError: no such bank, or a faulty one; names the file and the location.
@@ -51,7 +51,7 @@ def read_bank(path: str | Path) -> SkillBank:
 
 
 class _Mapping(BaseModel):
-    """The file skill_mapping.json. The bank checks its last two fields."""
+    """Content of the file skill_mapping.json. ``SkillBank`` checks its last two fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,8 +61,8 @@ class _Mapping(BaseModel):
 
 
 def read_markdown(folder: str | Path) -> SkillBank:
-    """Read a folder of Markdown. The text before a file's first numbered line is not part of the bank. Raises
-    SkillBankError that names file and line."""
+    """Read a skill bank from a folder of Markdown files. The text before a file's first numbered line is not part of
+    the bank. Raises SkillBankError that names file and line."""
     path = Path(folder) / MAPPING
     if not path.is_file():
         raise SkillBankError(f"{path}: missing; expected a JSON object with skill_files and task_to_skill")
@@ -108,6 +108,7 @@ def _read_skills(path: Path, prefix: str) -> tuple[Skill, ...]:
 
 
 def _prefixes(names: dict[str, str]) -> list[str]:
-    """Return prefixes of ids: three letters, or the whole name if another category begins with the same letters."""
+    """Return a prefix of skill ids per category: three letters, or the whole name if another category begins with the
+    same letters."""
     short = [name[:3] for name in names]
     return [name if short.count(name[:3]) > 1 else name[:3] for name in names]

@@ -21,12 +21,14 @@ APPLY = "Apply this "
 
 
 def token_counter(tokenizer: Any) -> CountTokens:
-    """Return a function that counts tokens with a Hugging Face tokenizer, without special tokens around the text."""
+    """Return a function that counts the tokens of a text with a Hugging Face tokenizer, without added special
+    tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def render(selection: Selection, form: Form = "released", header: str = "") -> str:
-    """Render general skills, then each category. Returns "" for an empty selection, even with a ``header``."""
+    """Return the selected skills as prompt text, general ones first, then each category. Returns "" for an empty
+    selection, even with a ``header``."""
     sections = _sections(selection, form)
     if not sections:
         return ""
@@ -36,7 +38,8 @@ def render(selection: Selection, form: Form = "released", header: str = "") -> s
 
 
 def too_long(selection: Selection, form: Form, tokens: int, max_tokens: int, count: CountTokens) -> ValueError:
-    """Return the error for a text of ``tokens`` tokens; it names the sizes of its parts."""
+    """Return the ValueError for skills of ``tokens`` tokens, more than ``max_tokens``. Its message names the size of
+    each category."""
     parts = [("general", Selection(selection.general))]
     parts += [(name, Selection((), ((name, skills),))) for name, skills in selection.by_category]
     sizes = ", ".join(
@@ -48,7 +51,7 @@ def too_long(selection: Selection, form: Form, tokens: int, max_tokens: int, cou
 
 
 def numbered_item(number: int, skill: Skill) -> str:
-    """Render one skill in the released form.
+    """Return one skill as a numbered line, as SDAR released it.
 
     >>> numbered_item(2, Skill("gen_002", "Take at Sight", "Take the object at once", "When it is seen."))
     '2. Take at Sight: Take the object at once. Apply this when it is seen.'
@@ -58,7 +61,7 @@ def numbered_item(number: int, skill: Skill) -> str:
 
 
 def _sections(selection: Selection, form: Form) -> list[tuple[str, str]]:
-    """Return (heading, body) of the sections that are not empty."""
+    """Return (heading, body) of each section of the selected skills that is not empty."""
     found = [(GENERAL_HEADING, selection.general)]
     found += [(CATEGORY_HEADING.format(category=name), skills) for name, skills in selection.by_category]
     return [(heading, "\n".join(_items(skills, form))) for heading, skills in found if skills]
@@ -76,5 +79,6 @@ def _sentence(text: str) -> str:
 
 
 def _lower_first(text: str) -> str:
-    """Lower the first letter for the middle of a sentence; a text that begins with two capitals ("ID ...") stays."""
+    """Return a text with its first letter in lower case, for the middle of a sentence. A text that begins with two
+    capitals ("ID ...") stays."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]

@@ -29,13 +29,14 @@ _RELEASED_SOURCES = {
 
 
 class SkillRetriever(ABC):
-    """Chooses skills of one bank. Call ``bind`` once, then ``select``, which draws no unseeded numbers."""
+    """Chooses skills (advice texts) of one skill bank for each task. Call ``bind`` once, then ``select``, which draws
+    no unseeded numbers."""
 
     learns: ClassVar[bool] = False  # whether ``update`` changes what is selected
     _bank: SkillBank | None = None
 
     def bind(self, bank: SkillBank) -> None:
-        """Take the skills from ``bank``. Raises ValueError for an unsuitable bank, or a second one."""
+        """Set the skill bank to choose from. Raises ValueError for an unsuitable bank, or a second one."""
         if self._bank is not None and self._bank != bank:
             raise ValueError(f"this {type(self).__name__} already chooses from another bank; make one for each bank")
         self._check(bank)
@@ -49,27 +50,28 @@ class SkillRetriever(ABC):
 
     @abstractmethod
     def select(self, task: Task, text: str) -> Selection:
-        """Return skills for ``task``. ``text``: the first prompt or observation that the model reads."""
+        """Return the skills chosen for ``task``. ``text``: the first prompt or observation that the model reads."""
 
     def possible(self) -> Iterable[Selection]:
-        """Return selections to check a budget before a model loads: all of them if they are few, else examples."""
+        """Return possible selections of skills, to check their lengths before a model loads. Returns examples if there
+        are many."""
         return (self.with_categories(name) for name in self.bank.by_category)
 
     def check_task(self, task: Task) -> None:
-        """Raise ValueError if ``select`` would refuse the task with any text. Cheap: it runs for all tasks."""
+        """Raise ValueError if ``select`` would refuse the task with any text. Must be cheap, because it runs for all
+        tasks."""
         return None
 
     def update(self, pairs: Iterable[tuple[Selection, float]]) -> None:
-        """Learn from the trajectories of an iteration, each given as its selected skills and its reward, in any
-        order."""
+        """Learn from the trajectories of an iteration, given as pairs (selected skills, reward) in any order."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learned state as plain JSON."""
+        """Return the learned state as a dict of plain JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. Raises ValueError if ``state`` is another retriever's."""
+        """Load a state that ``state_dict`` returned. Raises ValueError if ``state`` is another retriever's."""
         if state:
             raise ValueError(f"{type(self).__name__} learns nothing, but the state has {sorted(state)}")
 
@@ -79,12 +81,12 @@ class SkillRetriever(ABC):
         return Selection(self.bank.general, tuple(chosen))
 
     def _check(self, bank: SkillBank) -> None:
-        """Raise ValueError if the bank lacks required data."""
+        """Raise ValueError if the skill bank lacks data that the retriever needs."""
         return None
 
 
 class NoSkills(SkillRetriever):
-    """Selects no skills: the control."""
+    """Selects no skills, as the control of an experiment."""
 
     def select(self, task: Task, text: str) -> Selection:
         return Selection()
@@ -123,8 +125,8 @@ class TaskType(SkillRetriever):
 
 
 class Random(SkillRetriever):
-    """Selects general skills and those of one category, drawn for each task from (seed, task id). A resumed run, and
-    every member of a group, draws the same category."""
+    """Selects general skills and those of one random category per task. The choice depends on (seed, task id): a
+    resumed run, and every member of a group, has the same category."""
 
     def __init__(self, seed: NonNegativeInt = 0) -> None:
         self.seed = seed
@@ -137,8 +139,9 @@ class Random(SkillRetriever):
 
 
 class Shuffled(SkillRetriever):
-    """Selects general skills, and instead of the categories that ``retriever`` chooses as many others, drawn from
-    (seed, task id). As a control: advice of the same form about something else. Takes all others if they are fewer."""
+    """Selects general skills, and replaces the categories that ``retriever`` chooses by as many random others. This is
+    a control: advice of the same form about something else. The choice depends on (seed, task id). Takes all others if
+    they are fewer."""
 
     def __init__(self, retriever: SkillRetriever, seed: NonNegativeInt = 0) -> None:
         if retriever.learns:
@@ -161,7 +164,7 @@ class Shuffled(SkillRetriever):
 
 
 class Keyword(SkillRetriever):
-    """Selects general skills and every category with a keyword in the text, also as part of a word.
+    """Selects general skills and every category with a keyword in the task's text, also as part of a word.
 
     The released code applies further rules first. Each is an option here; the first that applies decides:
 
@@ -200,7 +203,7 @@ class Keyword(SkillRetriever):
         )
 
     def possible(self) -> Iterable[Selection]:
-        """Return the full bank, because a text may contain the words of all categories."""
+        """Return all skills of the bank as one selection, because a text may contain the words of all categories."""
         return (self.with_categories(*self.bank.by_category),)
 
     def check_task(self, task: Task) -> None:
@@ -226,17 +229,17 @@ class Keyword(SkillRetriever):
 
 
 def draw(names: list[str], seed: int, *rest: object) -> str:
-    """Choose one of ``names`` at random. The same arguments give the same choice on every machine."""
+    """Return one of ``names``, chosen at random. The same arguments give the same choice on every machine."""
     return random.Random("/".join(map(str, (seed, *rest)))).choice(names)
 
 
 def require_categories(retriever: SkillRetriever, bank: SkillBank) -> None:
-    """Raise ValueError for a bank without categories."""
+    """Raise ValueError for a skill bank without categories."""
     if not bank.by_category:
         raise ValueError(f"{type(retriever).__name__} chooses a category, and the skill bank has none")
 
 
 def _game_file(task: Task) -> str:
-    """Return the path of the file of the task's environment; empty for a generated game, which has no file."""
+    """Return the path of a task's game file; empty for a generated game, which has no file."""
     files = (value.get("file") for value in task.metadata.values() if isinstance(value, dict))
     return next((file for file in files if isinstance(file, str)), "")

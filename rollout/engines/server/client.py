@@ -25,7 +25,7 @@ _EXCERPT = 500
 
 @dataclass(frozen=True, slots=True)
 class ServerWeightState:
-    """The weights that all servers must hold."""
+    """Identifies the weights that all engine servers must hold, by the push that brought them."""
 
     tag: str  # of the push that brought them
     version: int
@@ -33,16 +33,16 @@ class ServerWeightState:
 
     @classmethod
     def new(cls, version: int, paths: Sequence[str] = ()) -> ServerWeightState:
-        """The state after a new push, with a unique tag."""
+        """Return the state after a new weight push, with a unique tag."""
         return cls(uuid.uuid4().hex, version, tuple(paths))
 
 
 class OtherWeights(InfrastructureError):
-    """The server holds other weights than the request names."""
+    """The engine server holds other weights than the request names."""
 
 
 class ServerClient:
-    """Sends requests to one server.
+    """HTTP client of one engine server.
 
     All methods raise InfrastructureError if the server does not answer or its engine has died, OtherWeights if it holds
     other weights than the request names, PermanentFailure if another server would fail as well, and ValueError, with

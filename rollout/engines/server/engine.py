@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerEngine:
-    """Generates on several servers of one model. Implements `base.Engine`.
+    """Engine that generates on several HTTP servers of one model. Implements `base.Engine`.
 
     A request goes to the server that sampled the beginning of its ids, or to the one with the fewest requests in
     flight. A server is *lost* if it cannot be reached, its engine has died, or it holds other weights than the last
@@ -84,12 +84,12 @@ class ServerEngine:
 
     @property
     def held(self) -> ServerWeightState:
-        """The weights that all servers must hold."""
+        """Identifies the weights that all engine servers must hold."""
         return self.pool.held
 
     # ------------------------------------------------------------------ the engine's interface
     async def start(self) -> None:
-        """Check every server, without retries, because the user is present at the start.
+        """Check every engine server, without retries, because the user is present at the start.
 
         Raises:
             FileNotFoundError: the model's folder is missing or empty.
@@ -116,7 +116,7 @@ class ServerEngine:
         self._pool = pool
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """Continue ``token_ids`` on one of the servers, see `base.Engine.generate`.
+        """Sample and return a continuation of ``token_ids`` on one of the servers, see `base.Engine.generate`.
 
         Raises:
             ValueError: the request is malformed or too long, or the servers hold the weights of another run and this
@@ -146,7 +146,8 @@ class ServerEngine:
             return generation
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
-        """Load weights on all servers, see `base.Engine.load_files`. The engine takes over the files and removes them.
+        """Load weights from files on all engine servers, see `base.Engine.load_files`. The engine takes over the files
+        and removes them.
 
         Call it between `begin_push` and `end_push`. Returns when every reachable server holds the weights; the others
         load them when they are back.
@@ -166,7 +167,8 @@ class ServerEngine:
         await self.adopt(held, took)
 
     async def probe(self, token_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Generation]:
-        """Send one request to each serving server. Returns the generations by address. Raises as `generate`."""
+        """Send one request to each engine server that serves. Returns the generations by address. Raises as
+        `generate`."""
         serving = self.pool.serving
         if not serving:
             raise InfrastructureError(self.pool.nobody())
@@ -185,14 +187,15 @@ class ServerEngine:
 
     # ------------------------------------------------------------------ pushes, also of another rank
     async def begin_push(self) -> None:
-        """Begin a push, during which the first rank sends weights.
+        """Begin a weight push, during which the first rank sends weights.
 
         `generate` returns tokens of the new weights only after the push, and samples them again if the push fails."""
         self.pool.begin_push()
         self._forget_files()  # first, because two copies of the model may not fit
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
-        """Send weights by NCCL, or by files in the servers' type. See `weights.push.SharedEngine.send`."""
+        """Send weights to all engine servers in their dtype, by NCCL or by files. See
+        `weights.push.SharedEngine.send`."""
         dtypes = {server.dtype for server in self._servers}
         tensors = in_type(tensors, dtypes.pop() if len(dtypes) == 1 else None)
         if self.nccl is not None:
@@ -204,7 +207,7 @@ class ServerEngine:
             submit(self.load_files(files, version, between_steps)).result()
 
     async def adopt(self, held: ServerWeightState, took: Sequence[ServerClient] | None = None) -> None:
-        """Send requests only to servers that hold these weights: the servers ``took`` (None: all)."""
+        """Send requests only to servers that hold the weights ``held``: the servers ``took`` (None: all)."""
         if took is not None:
             for server in self._servers:
                 if server in took:
@@ -222,7 +225,8 @@ class ServerEngine:
 
 
 async def _each(servers: Sequence[ServerClient], body: dict[str, Any]) -> list[ServerClient]:
-    """Let all servers load at once. Returns those that did; servers that did not answer are marked lost.
+    """Let all engine servers load weights at once. Returns the servers that did; those that did not answer are marked
+    lost.
 
     Raises ValueError with the first refusal, InfrastructureError if no server is left.
     """

@@ -26,7 +26,7 @@ Members = tuple[tuple[str, str], ...]  # address and instance of each server
 
 
 class NCCLSender:
-    """Sends weights in buckets, and keeps copies of one bucket on the sender's GPU.
+    """Sends weights to vLLM servers by NCCL, in buckets, and keeps copies of one bucket on the sender's GPU.
 
     Servers must run VLLMEngine with ``weight_transfer: nccl``. If a server dies between announcement and broadcast, the
     sender waits in NCCL, as in any collective, until the process group's watchdog ends the run. If the servers change,
@@ -47,7 +47,7 @@ class NCCLSender:
         checksum: bool,
         between_steps: bool,
     ) -> ServerWeightState:
-        """Send all weights, and return the state that the servers then hold.
+        """Send all weights to the servers, and return their new state (tag and version of the push).
 
         Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
 
@@ -85,7 +85,7 @@ class NCCLSender:
         self._group, self._members = None, ()
 
     async def _join(self, servers: Sequence[ServerClient], device: torch.device) -> None:
-        """Create the process group of this rank and all workers of all servers, unless it exists."""
+        """Create the NCCL process group of this rank and all workers of all servers, unless it exists."""
         if device.type != "cuda":
             raise ValueError(f"transport: nccl needs weights on a GPU; found {device.type}: take shared_memory")
         said = await asyncio.gather(*(server.health() for server in servers))
@@ -139,7 +139,8 @@ async def _all(servers: Sequence[ServerClient], method: str, body: dict[str, Any
 
 
 def _device_buckets(tensors: Tensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield contiguous copies on the tensors' device, because a gathered tensor may be freed with the next one."""
+    """Yield buckets of (name, contiguous copy on the tensor's device). Copies, because a gathered tensor may be freed
+    with the next one."""
     import torch
 
     bucket, held = [], 0

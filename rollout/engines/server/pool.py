@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 class ServerPool:
-    """The servers of one model. ``held`` are the weights that they must have. Belongs to one event loop.
+    """The engine servers of one model. ``held`` are the weights that they must have. Belongs to one event loop.
 
     A server is *lost* if it cannot be reached, its engine has died, or it holds other weights. The pool checks a lost
     server repeatedly. The server serves again once it holds the right weights, or has loaded them from the sender's
@@ -50,7 +50,7 @@ class ServerPool:
 
     # ------------------------------------------------------------------ pushes
     def begin_push(self) -> None:
-        """Begin a push, which lasts until `end_push`.
+        """Begin a weight push, which lasts until `end_push`.
 
         Requests still ask for the old weights. If a server already has the new ones, its requests wait for the end."""
         self._settled.clear()
@@ -61,12 +61,12 @@ class ServerPool:
         self._wake()
 
     async def moved_on(self, held: ServerWeightState) -> bool:
-        """Return whether a newer push than ``held`` has ended. Waits for a push in progress."""
+        """Return whether a newer weight push than ``held`` has ended. Waits for a push in progress."""
         await self._settled.wait()
         return self.held.tag != held.tag
 
     async def accept(self, generation: Generation, asked: ServerWeightState) -> None:
-        """Check that only weights of complete pushes sampled a generation. Waits for the end of a push in progress.
+        """Check that only weights of complete pushes sampled ``generation``. Waits for the end of a push in progress.
 
         ``asked``: the weights that the request named. Raises OtherWeights."""
         count = len(generation.token_ids)
@@ -79,7 +79,7 @@ class ServerPool:
             raise OtherWeights(f"it answered from version {generation.policy_version}, not {asked.version}")
 
     def adopt(self, held: ServerWeightState) -> None:
-        """Send requests only to servers that hold these weights, from now on."""
+        """Send requests only to servers that hold the weights ``held``, from now on."""
         self.held = held
         self._whole.add(held.version)
         self._affinity.clear()
@@ -100,18 +100,21 @@ class ServerPool:
         return [server for server in self.servers if server.lost is None]
 
     def sampled(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
-        """Remember that ``server`` has all of ``ids`` in its prefix cache, unless a push has emptied it since."""
+        """Remember that ``server`` has all of the token ``ids`` in its prefix cache, unless a push has emptied it
+        since."""
         if version == self.held.version:
             self._affinity.remember(ids, server)
 
     def choose(self, ids: Sequence[int]) -> ServerClient | None:
-        """Return the server that sampled the beginning of ``ids``, or the least busy one (None: no server serves)."""
+        """Return the server that sampled the beginning of the token ``ids``, or the least busy one (None: no server
+        serves)."""
         serving = self.serving
         owner = self._affinity.find(ids) if len(serving) > 1 else None
         return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
 
     async def wait(self, until: float) -> None:
-        """Wait until a server's state changes. Raises InfrastructureError at ``until``, ValueError if none will."""
+        """Wait until the state of a server changes. Raises InfrastructureError at the time ``until``, ValueError if no
+        server will serve."""
         if self._foreign and self.held.tag == START:
             raise ValueError(self._foreign)
         left = until - time.monotonic()
@@ -128,7 +131,7 @@ class ServerPool:
         return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
 
     def lose(self, server: ServerClient, why: str) -> None:
-        """Send no more requests to a server, and check it until it is back."""
+        """Send no more requests to a server, and check the server until it is back."""
         if server.lost is None:
             logger.warning("engine server %s is lost (%s); its requests go to other servers, or wait", server, why)
         server.lost = why
@@ -153,7 +156,7 @@ class ServerPool:
             await asyncio.sleep(pause)
 
     async def _recover(self, server: ServerClient) -> None:
-        """Bring a server back. Returns if it holds the right weights, else raises the reason."""
+        """Let a lost server load the right weights, unless it has them. Raises the reason if it cannot serve."""
         health, held = await self.check(server), self.held
         if health["weights"] == held.tag and not health["refusal"]:
             return
@@ -252,5 +255,5 @@ class PrefixAffinity:
 
 
 def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
-    """Return one 64-bit hash per prefix, the shortest first."""
+    """Return a 64-bit hash of each prefix of the token ids, the shortest first."""
     return list(accumulate(token_ids, lambda h, t: ((h ^ t) * 0x9E3779B97F4A7C15 + 1) & _MASK, initial=1))[1:]

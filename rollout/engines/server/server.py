@@ -65,7 +65,7 @@ METHODS = (
 
 
 class EngineServer:
-    """The routes over one started engine. ``failed`` is set when the engine has died."""
+    """HTTP routes of a server over one started engine. ``failed`` is set when the engine has died."""
 
     def __init__(self, engine: EngineProcess, secret: str | None = None) -> None:
         self._engine, self._secret = engine, secret
@@ -79,7 +79,7 @@ class EngineServer:
         self._awaited: asyncio.TimerHandle | None = None  # timer for the next call of a transfer
 
     async def start(self, listener: socket.socket) -> web.AppRunner:
-        """Answer requests on ``listener``, until the runner's ``cleanup``."""
+        """Answer HTTP requests on ``listener``, until ``cleanup`` of the returned runner."""
         return await listen(self.app(), listener, "error", PATHS, IDLE_S, STOP_S)
 
     def app(self) -> web.Application:
@@ -160,7 +160,7 @@ class EngineServer:
         return web.json_response(self.weights.state())
 
     async def _transfer(self, request: web.Request) -> web.Response:
-        """Pass on one call of vLLM's own protocol: init, start, update (any number), finish.
+        """Pass one call of vLLM's weight transfer to the engine: init, start, update (any number), or finish.
 
         Between start and finish the engine samples nothing, and new requests are answered 409. If the transfer breaks
         off, the engine samples nothing until whole weights arrive. Requests in flight finish before the start; with
@@ -224,7 +224,7 @@ def _refuse(status: int, error: str, **more: Any) -> web.Response:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work even if the client hangs up, because the engine goes on loading and the tag must match."""
+    """Await ``work`` even if the client hangs up, because the engine goes on loading and the tag must match."""
     await asyncio.shield(asyncio.ensure_future(work))
 
 
@@ -240,7 +240,7 @@ def make_engine(description: str) -> EngineProcess:
 
 
 async def serve(engine: EngineProcess, listener: socket.socket, host: str, secret: str | None) -> int:
-    """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code."""
+    """Serve an engine over HTTP until SIGTERM, SIGINT or the engine's death. Returns the exit code."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

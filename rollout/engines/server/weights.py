@@ -22,7 +22,7 @@ class WeightsMoved(Exception):
 
 
 class ServerWeights:
-    """Records which push the engine has loaded: its ``tag`` and policy ``version``.
+    """Records which weight push a server's engine has loaded: its ``tag`` and policy ``version``.
 
     ``refusal`` says why the engine may not sample until all weights are pushed: a transfer has not finished, or the
     engine restarted and lost the push."""
@@ -46,7 +46,7 @@ class ServerWeights:
 
     @property
     def sending(self) -> bool:
-        """Whether a transfer is in progress."""
+        """Whether a weight transfer is in progress."""
         return self._sending is not None
 
     def state(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class ServerWeights:
     async def load(
         self, paths: list[str], tag: str, version: int, replaces: str | None = None, between_steps: bool = False
     ) -> None:
-        """Load the trainer's files. Requests in flight finish first; with ``between_steps`` they continue with the new
-        weights.
+        """Load weights from the trainer's files. Requests in flight finish first; with ``between_steps`` they continue
+        with the new weights.
 
         Args:
             replaces: load only if the server still holds this push.
@@ -110,7 +110,7 @@ class ServerWeights:
         self._unfit = self._sending = None
 
     def give_up(self) -> None:
-        """Forget a transfer that will not finish. The engine has been restarted."""
+        """Forget a weight transfer that will not finish. The engine has been restarted."""
         if self._unfit is not None:
             self.fit(START, 0)
 

@@ -41,7 +41,7 @@ class WeightFiles:
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
-        """Copy ``tensors`` into new files. The caller deletes them with `remove`.
+        """Copy weights into new safetensors files, and return these. The caller deletes them with `remove`.
 
         Args:
             checksum: store the tensors' checksums in the files, for `verify`.
@@ -58,7 +58,7 @@ class WeightFiles:
     def copying(
         self, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``tensors``, and copy each into new files before the next one is requested.
+        """Yield the weights ``tensors``, and copy each into new files before the next one is requested.
 
         The files are complete when the iteration ends. An error, or an early end, removes them. Raises as `write`."""
         shard = _Shard(checksum)
@@ -109,7 +109,7 @@ class WeightFiles:
             Path(path).unlink(missing_ok=True)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape, from the files' headers."""
+        """Return the shape of each weight by name, from the files' headers."""
         found = {}
         for path in self.paths:
             with _open(path) as file:
@@ -117,7 +117,8 @@ class WeightFiles:
         return found
 
     def validate(self, expected: dict[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
-        """Check that names and shapes equal ``expected`` (``optional`` names may be missing). Raises ValueError."""
+        """Check that names and shapes of the weights equal ``expected`` (``optional`` names may be missing). Raises
+        ValueError."""
         found = self.shapes()
         missing = sorted(expected.keys() - found.keys() - set(optional))
         unknown = sorted(found.keys() - expected.keys())
@@ -135,7 +136,8 @@ class WeightFiles:
             )
 
     def verify(self, checksums: bool = True) -> None:
-        """Check that all tensors are finite and, with ``checksums``, equal the sent ones. Raises ValueError."""
+        """Check that all weights are finite and, with ``checksums``, equal those that the trainer sent. Raises
+        ValueError."""
         for path in self.paths:
             with _open(path) as file:
                 sent = json.loads((file.metadata() or {}).get(CHECKSUMS, "{}")) if checksums else {}
@@ -151,7 +153,7 @@ class WeightFiles:
                     require_finite(name, tensor)
 
     def tensors(self, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors except those in ``skip``, one at a time."""
+        """Yield (name, tensor) of all weights except those in ``skip``, one at a time."""
         for path in self.paths:
             with _open(path) as file:
                 for name in file.keys():
@@ -160,7 +162,8 @@ class WeightFiles:
 
 
 def in_type(tensors: Iterable[tuple[str, torch.Tensor]], dtype: str | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """Convert tensors to the engine's type, if it has one. bfloat16 halves the bytes of float32."""
+    """Return weights (name, tensor) converted to the engine's dtype, if it has one. bfloat16 halves the bytes of
+    float32."""
     import torch
 
     if dtype is None:
@@ -203,7 +206,7 @@ def _open(path: str) -> Iterator[Any]:
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor has no nan or infinity. Raises ValueError. One sum decides, unless it overflows."""
+    """Raise ValueError if a weight has a nan or infinity. One sum decides, unless it overflows."""
     import torch
 
     if tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
@@ -251,7 +254,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Return the names and shapes of a model's weights, and the tied names. Allocates no weights."""
+    """Return the shapes of a model's weights by name, and the names of tied weights. Allocates no weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -270,7 +273,8 @@ def shared_memory_id() -> tuple[object, ...]:
 
 
 def new_file(folder: Path) -> Path:
-    """Create an empty file of this process. Removes files that killed processes left in ``folder``."""
+    """Create an empty weight file in ``folder`` and return its path. Removes files that killed processes left in
+    ``folder``."""
     remove_leftovers(folder)
     handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
     os.close(handle)
@@ -278,7 +282,7 @@ def new_file(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the files of killed writers, because shared memory outlives processes."""
+    """Delete the weight files that killed processes left in ``folder``, because shared memory outlives processes."""
     for path in folder.glob(f"{PREFIX}*.safetensors"):
         writer = path.name.removeprefix(PREFIX).split("-")[0]
         if not Path("/proc", writer).exists():

@@ -37,14 +37,15 @@ def memory_of(device: torch.device) -> str:
 
 
 class IPCSender:
-    """Makes one push: call `connect`, `send`, `finish`, and always `close`, which frees the buffer."""
+    """Pushes weights once through shared memory: call `connect`, `send`, `finish`, and always `close`, which frees the
+    buffer."""
 
     def __init__(self, engine: EngineProcess, submit: Submit) -> None:
         self._engine, self._submit = engine, submit
         self._buffer: torch.Tensor | None = None
 
     def connect(self, device: torch.device) -> None:
-        """Let the engine open a buffer on ``device``, without changing its weights.
+        """Let the engine open a shared buffer on ``device``, without changing the engine's weights.
 
         Raises:
             ValueError: the engine's model is in other memory, or the engine cannot open the buffer.
@@ -68,7 +69,8 @@ class IPCSender:
             self._buffer = buffer
 
     def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> None:
-        """Send all tensors, from the trainer's thread. The engine samples nothing from the first bucket to `finish`.
+        """Send all weights through the shared buffer, from the trainer's thread. The engine samples nothing from the
+        first bucket to `finish`.
 
         Raises:
             ValueError: a name or a shape does not fit. In the first bucket this changes nothing. Later the engine, as
@@ -86,11 +88,11 @@ class IPCSender:
             raise self._misfit(f"{len(missing)} missing ({', '.join(sorted(missing)[:3])})")
 
     def finish(self, version: int, **keep: WeightFiles) -> None:
-        """Let the engine sample from the new weights. Raises UpdateInterrupted as `send`."""
+        """Finish the push, so that the engine samples from the new weights. Raises UpdateInterrupted as `send`."""
         self._ask("finish_weight_update", {}, version=version, **keep)
 
     def close(self) -> None:
-        """Release the buffer. torch keeps memory that the engine still maps until the engine releases it."""
+        """Release the shared buffer. torch keeps memory that the engine still maps until the engine releases it."""
         on_gpu = self._buffer is not None and self._buffer.is_cuda
         self._buffer = None
         if on_gpu:
@@ -105,7 +107,8 @@ class IPCSender:
         return self._buffer
 
     def _buckets(self, tensors: Tensors, missing: set[str], checksum: bool) -> Iterator[dict[str, Any]]:
-        """Fill the buffer repeatedly, and yield a description each time. Removes sent names from ``missing``."""
+        """Fill the shared buffer with weights repeatedly, and yield a description of its content each time. Removes
+        sent names from ``missing``."""
         shapes, tied = self._engine.info["weights"], set(self._engine.info["tied"])
         names: set[str] = set()
         bucket, end = _empty(), 0
@@ -145,7 +148,8 @@ class IPCSender:
         )
 
     def _synchronize(self) -> None:
-        """Wait for the copies, because the other process cannot wait for this one's streams."""
+        """Wait until the weights are copied into the buffer, because the other process cannot wait for this one's
+        streams."""
         if self._whole.is_cuda:
             import torch
 
@@ -157,7 +161,8 @@ class IPCSender:
 
 @contextmanager
 def _shared(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Create a buffer of bytes, and a handle for another process to open it inside the block."""
+    """Context manager that yields a shared buffer of ``size`` bytes, and a handle for another process to open it inside
+    the block."""
     import torch
 
     if device.type == "cuda":
@@ -180,6 +185,6 @@ def _empty() -> dict[str, Any]:
 
 
 def view(buffer: torch.Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """Return a part of a byte buffer, from ``start``, as a tensor."""
+    """Return a part of a byte buffer, from ``start``, as a tensor of the given dtype and shape."""
     shape = list(shape)
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

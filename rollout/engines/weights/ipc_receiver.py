@@ -45,7 +45,8 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
     _buffer: torch.Tensor | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Open the buffer of one push, once, because torch counts how often an exported handle is opened."""
+        """Open the trainer's shared buffer of one weight push, once, because torch counts how often an exported handle
+        is opened."""
         self.shutdown()
         if isinstance(init_info.handle, str):
             self._buffer = torch.from_file(init_info.handle, shared=True, size=init_info.size, dtype=torch.uint8)
@@ -91,7 +92,7 @@ class BufferTransfer(WeightTransferEngine[Init, Update]):
 
 
 def register() -> str:
-    """Register the backend with vLLM, and return its name."""
+    """Register the transfer through a shared buffer with vLLM as a weight transfer backend, and return its name."""
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, BufferTransfer)
     return NAME

@@ -43,15 +43,16 @@ class SharedEngine(Engine, Protocol):
         ...
 
     async def begin_push(self) -> None:
-        """Prepare for a push. Called on every rank, before the first rank sends."""
+        """Prepare for a weight push. Called on every rank, before the first rank sends."""
         ...
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
-        """Replace the weights. Called in the trainer's thread, on the first rank. Raises as `Engine.load_files`."""
+        """Send new weights to the engine. Called in the trainer's thread, on the first rank. Raises as
+        `Engine.load_files`."""
         ...
 
     async def adopt(self, held: Any) -> None:
-        """Send requests only to servers that hold these weights, from now on. Called on the other ranks."""
+        """Send requests only to servers that hold the weights ``held``, from now on. Called on the other ranks."""
         ...
 
     async def end_push(self) -> None: ...
@@ -80,7 +81,8 @@ def push(
 def _push_to_own_engines(
     engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
-    """Push through a buffer if every rank can, otherwise by files. Both have the engine's type.
+    """Push weights to each rank's own engine: through a shared buffer if every rank can, otherwise by files. Both have
+    the engine's dtype.
 
     A host needs memory for one set of files, for any number of ranks and engines. Engines that restart keep the files
     until the next push has ended. With a buffer the files are written beside it, for an engine that dies in the push.
@@ -128,15 +130,15 @@ def _push_to_own_engines(
 
 
 class _Buffer:
-    """Pushes through a buffer, and writes ``copies`` beside it. An engine that restarts during the push loads them
-    (``mended``: the engine can restart)."""
+    """Pushes weights through a shared buffer, and writes ``copies`` (files) beside it. An engine that restarts during
+    the push loads them (``mended``: the engine can restart)."""
 
     def __init__(self, sender: IPCSender, copies: WeightFiles | None, mended: bool) -> None:
         self._sender, self._copies, self._mended = sender, copies, mended
         self._interrupted = False
 
     def send(self, tensors: Tensors, checksum: bool, between_steps: bool) -> WeightFiles | None:
-        """Send the tensors. Returns the copies, if this rank writes them."""
+        """Send the weights. Returns the files with their copies, or None if another rank writes them."""
         passing = iter(tensors) if self._copies is None else _copying(tensors, self._copies)
         try:
             self._sender.send(passing, checksum, between_steps)
@@ -149,7 +151,7 @@ class _Buffer:
         return self._copies
 
     def finish(self, version: int, copies: WeightFiles) -> bool:
-        """Finish the push. Returns False if the engine must load the copies."""
+        """Finish the weight push. Returns False if the engine must load the copies from files."""
         if not self._interrupted:
             try:
                 self._sender.finish(version, **({"keep": copies} if self._mended and copies.paths else {}))
@@ -166,7 +168,7 @@ class _Buffer:
 
 
 def _copying(tensors: Tensors, copies: WeightFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``tensors`` and copy them. Without room for copies, only yield them."""
+    """Yield weights, and copy each into the files ``copies``. Without room for copies, only yield them."""
     source = iter(tensors)
     try:
         yield from copies.copying(source, checksum=True)
@@ -177,7 +179,8 @@ def _copying(tensors: Tensors, copies: WeightFiles) -> Iterator[tuple[str, torch
 
 
 def _connect(engine: Any, submit: Submit, tensors: Tensors) -> tuple[Tensors, IPCSender | None, str | None]:
-    """Return the tensors, and the IPC sender or the obstacle.
+    """Open a shared buffer with the engine. Returns the tensors, the IPC sender or None, and the obstacle as a text or
+    None.
 
     All ranks gather the first tensor to find its device."""
     if getattr(engine, "transport", "files") == "files":
@@ -211,7 +214,8 @@ def _info(engine: Any) -> Mapping[str, Any]:
 def _push_to_servers(
     engine: SharedEngine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
-    """Let the first rank send, and tell the other ranks which weights the servers hold."""
+    """Push weights to the shared engine servers from the first rank, and tell the other ranks which weights the servers
+    hold."""
 
     def send(given: Tensors) -> None:
         engine.send(submit, given, version, checksum, between_steps)
@@ -232,7 +236,8 @@ def _push_to_servers(
 def _consume(
     tensors: Tensors, write: Callable[[Tensors], Result], writes: bool
 ) -> tuple[Result | None, Exception | None]:
-    """Call ``write(tensors)`` if this rank ``writes``. Returns its result and its error.
+    """Gather all tensors, and pass them to ``write`` if this rank ``writes``. Returns the result of ``write`` and its
+    error.
 
     The remaining tensors are gathered too, because other ranks wait for that. Raises only errors of gathering, which
     all ranks raise."""
@@ -273,8 +278,8 @@ class _WithoutClose:
 
 
 def _raise_first(problems: list[Exception | None], cause: Exception | None) -> None:
-    """Raise the problem of the lowest rank. With several ranks the error names the failing one. ``cause``: this rank's
-    own error."""
+    """Raise the error of the lowest rank that failed, if any. With several ranks the error names the failing one.
+    ``cause``: this rank's own error."""
     for number, problem in enumerate(problems):
         if problem is not None:
             error = type(problem)(f"rank {number}: {problem}") if len(problems) > 1 else problem
@@ -284,7 +289,7 @@ def _raise_first(problems: list[Exception | None], cause: Exception | None) -> N
 
 
 def _picklable(error: Exception) -> Exception:
-    """Convert an error to a type that the other ranks can receive."""
+    """Return an error as a type that the other ranks can receive."""
     if type(error) in (ValueError, InfrastructureError, EngineGone, UpdateInterrupted):
         return error
     return InfrastructureError(f"weights could not be pushed: {type(error).__name__}: {error}")

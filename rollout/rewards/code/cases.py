@@ -17,7 +17,7 @@ LONGER = 8  # an equal output may have this many times the characters: "\\u017e"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test of one solution."""
+    """One test of a program: a call, its input, and the check of its output."""
 
     call: str  # of a function of the harness
     stdin: str
@@ -26,7 +26,7 @@ class Case:
 
 
 def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Case] | list[Assertion]:
-    """Return one case per test, in order. ``as_released``: see ``CodeTests``."""
+    """Return one test case per test of ``program``, in order. ``as_released``: see ``CodeTests``."""
     if "test_code" in tests:
         prefix, entry_point = tests.get("import_prefix", ""), tests.get("entry_point", "")
         if not as_released:
@@ -42,7 +42,7 @@ def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Cas
 
 
 def form(tests: Mapping[str, Any], as_released: bool) -> str:
-    """Return the name of the function in ``harness`` that runs a solution in tests of this form."""
+    """Return the name of the function in ``harness`` that runs a program in tests of this form."""
     of_functions = tests.get("fn_name") is not None
     if as_released:
         return "function" if of_functions else "whole_program"
@@ -51,7 +51,8 @@ def form(tests: Mapping[str, Any], as_released: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Assertion:
-    """One assertion. ``harness.judge`` and ``harness.answer`` run in turn; only the latter holds the solution."""
+    """A test of a program by one assertion. ``harness.judge`` and ``harness.answer`` run in turn; only the latter holds
+    the solution."""
 
     program: str
     test: str
@@ -60,7 +61,7 @@ class Assertion:
     expected: str = ""
 
     def judge(self, answers: Sequence[Any]) -> tuple[str, str]:
-        """Return the call of the harness and its standard input."""
+        """Return the harness call that runs the assertion, and its standard input."""
         return "judge()", json.dumps([self.prefix, self.test, self.entry_point, answers])
 
     def answer(self, questions: Sequence[Any]) -> tuple[str, str]:
@@ -77,8 +78,8 @@ class Calls:
 
     @classmethod
     def of(cls, program: str, name: str, pairs: Sequence[tuple[str, str]], max_output: int) -> Calls:
-        """Take the first tests, as many as one process can run: their answers fit into ``max_output`` and their inputs
-        into INPUTS."""
+        """Return the first tests, as many as one process can run: their answers fit into ``max_output`` and their
+        inputs into INPUTS."""
         inputs: list[str] = []
         longest = 0
         for given, expected in pairs:
@@ -92,14 +93,14 @@ class Calls:
         return cls(f"calls({program!r}, {name!r}, {longest})", stdin, expected)
 
     def results(self, output: str) -> list[str] | None:
-        """Return the answers of the solution, as far as it came, or None if it was not loaded."""
+        """Return the results that the solution printed, as far as it came, or None if it was not loaded."""
         loaded, *lines = output.split("\n")
         return None if loaded or not lines else lines[:-1]
 
 
 def same_output(said: str, expected: str) -> bool:
-    """Return whether two outputs have the same lines, each equal as a text or as numbers. White space at both ends of a
-    line, empty lines at the ends and invisible characters do not count.
+    """Return whether two program outputs have the same lines, each equal as a text or as numbers. White space at both
+    ends of a line, empty lines at the ends and invisible characters do not count.
 
     Source of the numbers: LiveCodeBench, lcb_runner/evaluation/testing_util.py (grade_stdio).
 
@@ -123,12 +124,12 @@ def _same_numbers(said: str, expected: str) -> bool:
 
 
 def same_ends(said: str, expected: str) -> bool:
-    """Return whether two outputs are equal except for line breaks at the end, as in the released code."""
+    """Return whether two program outputs are equal except for line breaks at the end, as in the released code."""
     return said.rstrip("\n") == expected.rstrip("\n")
 
 
 def same_json(said: str, expected: str) -> bool:
-    """Return whether two outputs are equal as JSON values, or as texts if the expected output is not JSON."""
+    """Return whether two program outputs are equal as JSON values, or as texts if the expected output is not JSON."""
     try:
         value = json.loads(said)
     except (ValueError, RecursionError):  # the output is empty or was cut
@@ -140,8 +141,8 @@ def same_json(said: str, expected: str) -> bool:
 
 
 def assertions(test_code: str) -> list[str]:
-    """Return a text for every single assertion at the top level or in ``check``, with the other statements before it. A
-    last text has the rest, if that can fail: assertions in loops and helpers, exceptions, calls of assert...
+    """Return a test program for each assertion at the top level or in ``check``, with the other statements before it. A
+    last program has the rest, if that can fail: assertions in loops and helpers, exceptions, calls of assert...
 
     Raises:
         ValueError: the text is not Python, or running it as ``harness.judge`` does asserts nothing (functions and

@@ -34,7 +34,7 @@ removedirs rename renames replace rmdir setuid system truncate unlink"""
 
 
 def compiles(text, form, name):
-    """Print 1 if Python compiles a solution as the function ``form`` makes it, else 0. For SOD's checker it only has to
+    """Print 1 if a solution compiles as the harness function ``form`` runs it, else 0. For SOD's checker it only has to
     parse, with a function called ``name`` if there is no class Solution."""
     _silence(2)
     try:
@@ -69,8 +69,8 @@ def as_main(text):
 
 
 def _main_function(text):
-    """Return a module that defines ``main_function`` from the statements that import nothing. A last ``if __name__ ==
-    "__main__"`` counts as its body; any other is false."""
+    """Return a module's source with a script's statements, except imports, in a function ``main_function``. A last ``if
+    __name__ == "__main__"`` counts as its body; any other is false."""
     body = ast.parse(text).body
     if body and isinstance(body[-1], ast.If) and ast.unparse(body[-1].test) == "__name__ == '__main__'":
         body[-1:] = body[-1].body
@@ -82,8 +82,8 @@ def _main_function(text):
 
 
 class _Stdin:
-    """LiveCodeBench's standard input: ``read`` and ``readlines`` always return all of it, and it is not iterable. Its
-    bytes are all of it, or its first line again and again."""
+    """Stand-in for standard input as in LiveCodeBench: ``read`` and ``readlines`` always return all of it, and it is
+    not iterable. Its bytes are all of it, or its first line again and again."""
 
     def __init__(self, given):
         self._rest, data = io.StringIO(given), given.encode()
@@ -95,8 +95,8 @@ class _Stdin:
 
 
 def calls(text, name, longest):
-    """Call one function, or a method of one Solution, once per input in one module, so that its state stays. Does not
-    return.
+    """Call a solution's function, or a method of one Solution, once per input in one module, so that its state stays.
+    Does not return.
 
     Standard input: a line with the lengths of the inputs in characters, then the inputs, with one JSON argument per
     line. Prints a line once the solution is loaded, then one per result: JSON, an empty line if no JSON equals the
@@ -118,7 +118,7 @@ def calls(text, name, longest):
 
 
 def _as_json(value):
-    """Return JSON that equals ``value`` by Python's rules (a tuple may be a list), or "" if there is none."""
+    """Return JSON text that equals ``value`` by Python's rules (a tuple may be a list), or "" if there is none."""
     try:
         return json.dumps(_comparable(list(value) if isinstance(value, tuple) else value))
     except (TypeError, ValueError, OverflowError):
@@ -188,8 +188,8 @@ def function(text, name):
 
 
 def _as_method(text, name):
-    """Return the source with the function ``name`` as a method of a class Solution at the end, out of reach by its
-    name. Unchanged if "class Solution" is in it."""
+    """Return a solution's source with the function ``name`` as a method of a class Solution at the end, out of reach by
+    its name. Unchanged if "class Solution" is in it."""
     if "class Solution" in text:
         return text
     module, solution = ast.parse(text), ast.parse("class Solution: ...").body[0]
@@ -226,7 +226,7 @@ def judge():
 
 
 class _Names(dict):
-    """The names of a test. Names that neither the test nor Python defines belong to the solution."""
+    """Namespace of a test. Names that neither the test nor Python defines belong to the solution."""
 
     def __init__(self, stdout, answers):
         self.stdout, self.answers, self.asked, self.known = stdout, answers, 0, {}
@@ -238,8 +238,8 @@ class _Names(dict):
         return __import__(name) if name in MODULES.split() else _Remote(self, [name])
 
     def ask(self, what, path, arguments):
-        """Return the solution's answer. Lists, dictionaries, sets and objects among the arguments change as the
-        solution changed them. Raises the solution's exception."""
+        """Ask the solution's process, and return its answer. Lists, dictionaries, sets and objects among the arguments
+        change as the solution changed them. Raises the solution's exception."""
         numbers = _Numbers(self.known)
         nodes = numbers.nodes([arguments])
         if self.asked == len(self.answers):
@@ -256,8 +256,8 @@ class _Names(dict):
 
 
 class _Remote:
-    """A function or object of the solution that is not data. ``path``: a name, or the number of a value in an earlier
-    answer, then attributes. It equals a value only if its data does."""
+    """Stand-in for a function or object in the solution's process that is not data. ``path``: a name, or the number of
+    a value in an earlier answer, then attributes. It equals a value only if its data does."""
 
     def __init__(self, names, path):
         self.names, self.path = names, path
@@ -288,8 +288,9 @@ class _Remote:
 
 
 def answer(text):
-    """Answer the questions of ``judge``. Standard input: JSON of prefix, entry point, questions. Prints JSON: for each
-    question nodes of the result and the changed arguments, or name and text of the exception. Does not return."""
+    """Run a solution, and answer the questions of ``judge`` about it. Standard input: JSON of prefix, entry point,
+    questions. Prints JSON: for each question nodes of the result and the changed arguments, or name and text of the
+    exception. Does not return."""
     prefix, entry_point, questions = json.load(sys.stdin)
     stdout = _silence(1, 2)
     module = sys.modules["solution"] = types.ModuleType("solution")
@@ -332,20 +333,20 @@ def answer(text):
 
 
 def _classes_of(prefix, names):
-    """Run the prefix and return the classes that it defines."""
+    """Run the code ``prefix``, and return the classes that it defines, by name."""
     exec(prefix, names)
     return {name: value for name, value in names.items() if isinstance(value, type) and value.__module__ == "solution"}
 
 
 def _mutable(nodes, values):
-    """Return the values that a function can have changed. The values belong to all nodes but the first."""
+    """Return those of ``values`` that a function can have changed. The values belong to all nodes but the first."""
     kinds = [node[0] for node in nodes[1:]]
     return [value for index, value in enumerate(values) if kinds[index] in ("list", "dict", "set", "object")]
 
 
 class _Numbers:
-    """Data as numbered nodes (kind, content), so that one object stays one object, cycles included. Content refers to
-    nodes by number. The first node lists the requested values."""
+    """Converts data to numbered nodes (kind, content), so that one object stays one object, cycles included. Content
+    refers to nodes by number. The first node lists the requested values."""
 
     def __init__(self, known, keep=None):
         self.known, self.keep, self.values, self.seen = known, keep, [], {}
@@ -389,7 +390,7 @@ class _Numbers:
 
 
 def _made(nodes, known, remote, mutable, made=None) -> list:
-    """Build the values of the first node from nodes of ``_Numbers``. Its last ``len(mutable)`` values are those in
+    """Rebuild and return the values that nodes of ``_Numbers`` describe. The last ``len(mutable)`` values are those in
     ``mutable``, updated in place. All objects are appended to ``made``, in order of nodes."""
     first = nodes[0][1]
     there = dict(zip(first[len(first) - len(mutable) :], mutable))  # noqa: B905  # as in Python 3.9
@@ -428,7 +429,7 @@ def _made(nodes, known, remote, mutable, made=None) -> list:
 
 
 def _silence(*descriptors):
-    """Send the output of the descriptors nowhere. Returns a copy of the first one as it was."""
+    """Discard the output of file descriptors. Returns a copy of the first one as it was."""
     kept, nowhere = os.dup(descriptors[0]), os.open(os.devnull, os.O_WRONLY)
     for fd in descriptors:
         os.dup2(nowhere, fd)

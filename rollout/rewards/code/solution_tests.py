@@ -50,7 +50,7 @@ CALLS = 1000  # limit on calls of a solution in one assertion
 
 
 class TestOutcome(StrEnum):
-    """Outcome of one test."""
+    """Outcome of one test of a program."""
 
     __test__ = False  # pytest
 
@@ -66,7 +66,7 @@ LATE = TestOutcome.TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class CodeReport:
-    """Outcomes of a solution's tests."""
+    """Outcomes of all tests of one program."""
 
     outcomes: tuple[TestOutcome, ...]  # one per test, in order
 
@@ -81,7 +81,8 @@ class CodeReport:
 
 
 def check_tests(tests: Mapping[str, Any]) -> None:
-    """Raise ValueError if the tests have none of the forms that ``CodeTests`` documents. For readers of data sets."""
+    """Raise ValueError if a program's tests have none of the supported forms (module docstring). For readers of data
+    sets."""
     if "test_code" in tests:
         _check_assertions(tests)
         return
@@ -115,7 +116,8 @@ def _around(call: str) -> str:
 
 @functools.cache
 def _harness(name: str) -> str:
-    """Return the function and the definitions that it needs, no more, because each test pays for parsing them."""
+    """Return the source of a harness function and the definitions that it needs, no more, because each test pays for
+    parsing them."""
     defined: dict[str, ast.stmt] = {}
     for node in HARNESS:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -133,13 +135,13 @@ def _harness(name: str) -> str:
 
 
 def public_tests(tests: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the inputs and outputs that a prompt may show. Assertions are never shown."""
+    """Return the (input, output) pairs of the tests that a prompt may show. Assertions are never shown."""
     count = 0 if "test_code" in tests else tests.get("public", 0)
     return list(zip(tests.get("inputs", ())[:count], tests.get("outputs", ())[:count], strict=True))
 
 
 def _said(run: Run | None) -> str | TestOutcome:
-    """Return the output of a program, or the outcome if it did not finish."""
+    """Return the output text of a program's run, or the outcome if it did not finish."""
     if run is None or run.status is RunStatus.TIMEOUT:
         return LATE
     return TestOutcome.ERROR if run.status is RunStatus.FAILED else run.output
@@ -156,7 +158,7 @@ def _of_call(said: str, expected: str) -> TestOutcome:
 
 
 class CodeTests:
-    """Runs the tests of any number of solutions, in one event loop at a time.
+    """Runs the tests of any number of programs, in one event loop at a time.
 
     Args:
         runner: runs the programs, with its limits for each test; ``max_output`` must fit the longest expected output.
@@ -185,12 +187,12 @@ class CodeTests:
         self._slots = PerLoop("the reward's tests", lambda: asyncio.Semaphore(concurrency))
 
     async def start(self) -> None:
-        """Start the runner."""
+        """Start the runner of the programs."""
         if isinstance(self.runner, Startable):
             await self.runner.start()
 
     async def run(self, program: str, tests: Mapping[str, Any]) -> CodeReport:
-        """Run all tests of the solution ``program``.
+        """Run all tests of the solution ``program``, and return their outcomes.
 
         Raises:
             InfrastructureError: the runner failed, ``retries`` times over.
@@ -221,7 +223,7 @@ class CodeTests:
         return CodeReport(tuple(LATE if self._given_up(outcomes[:i]) else own for i, own in enumerate(outcomes)))
 
     async def close(self) -> None:
-        """Close the runner; a later use may come from another event loop."""
+        """Close the runner of the programs; a later use may come from another event loop."""
         self._slots.drop()
         await self.runner.close()
 
@@ -229,7 +231,8 @@ class CodeTests:
         return self.max_timeouts is not None and sum(outcome is LATE for outcome in before) >= self.max_timeouts
 
     async def _of_calls(self, program: str, tests: Mapping[str, Any]) -> list[TestOutcome]:
-        """Run calls in as few processes as possible. If a process ends early, a new one takes the remaining tests."""
+        """Return the outcomes of a function's tests, run in as few processes as possible. If a process ends early, a
+        new one takes the remaining tests."""
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         outcomes: list[TestOutcome] = []
         while len(outcomes) < len(pairs) and not self._given_up(outcomes):
@@ -270,7 +273,8 @@ class CodeTests:
         known[index] = said if isinstance(said, TestOutcome) else _verdict(case.passes(said))
 
     async def _of_assertion(self, case: Assertion, decided: Callable[[], bool]) -> TestOutcome:
-        """Run the test until it asks a question, then the solution from the start, to answer all questions so far."""
+        """Return the outcome of one assertion. Run the test until it asks a question, then the solution from the start,
+        to answer all questions so far."""
         questions: list[Any] = []
         answers: list[Any] = []
         while len(questions) <= CALLS:
@@ -301,7 +305,8 @@ class CodeTests:
         return LATE
 
     async def _run(self, call: str, stdin: str, needless: Callable[[], bool] = lambda: False) -> Run | None:
-        """Run a call of the harness. Returns None if it is ``needless`` by the time a slot is free."""
+        """Run a call of the harness in the sandbox. Returns the run, or None if it is ``needless`` by the time a slot
+        is free."""
 
         async def attempt() -> Run | None:
             async with self._slots.get():
