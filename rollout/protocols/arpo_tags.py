@@ -40,7 +40,7 @@ ARGUMENT = {"search": "query", "python": "code"}  # by tool: the argument betwee
 
 
 class ARPOProtocol(TextProtocol):
-    """Prompts, actions and results of ARPO with the tokenizer of one model.
+    """Writes prompts and tool results, and reads actions, in ARPO's format with the tokenizer of one model.
 
     A turn ends at the closing tag of a tool or with EOS. A turn without a call ends the trajectory with its answer: the
     last ``\\boxed{}`` in the last ``<answer>`` block, without a ``\\text{}`` around it, or the whole block without a
@@ -82,8 +82,8 @@ class ARPOProtocol(TextProtocol):
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the action of one turn: the call at the first closing tag of a tool (a stop string: the turn ends
-        there), else its answer.
+        """Return the action of one turn's text: the call at the first closing tag of a tool (a stop string: the turn
+        ends there), else its answer.
 
         The content of a call starts after its last opening tag, so that tags which the model only mentions are not
         content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).
@@ -103,8 +103,9 @@ class ARPOProtocol(TextProtocol):
         return Action(ActionKind.INVALID, error="neither a call nor a complete answer")
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return ids of the ``<result>`` block, and whether text was cut. After an INVALID action the block has the
-        correction. A long text loses its end; the tags stay. Returns ``([], True)`` if the tags do not fit."""
+        """Return the token ids of a ``<result>`` block with the tools' results, and whether text was cut. After an
+        INVALID action the block has the correction. A long text loses its end; the tags stay. Returns ``([], True)`` if
+        the tags do not fit."""
         texts = [self.correction] if action.kind is ActionKind.INVALID else [result.text.strip() for result in results]
         return self._block(OPEN, "\n".join(texts), CLOSE, budget)
 
@@ -116,7 +117,7 @@ class ARPOProtocol(TextProtocol):
 
 
 def read_system(system: str) -> str:
-    """Return the text of a built-in name or a file. Raises ValueError if there is no such text."""
+    """Return the system prompt of a built-in name or a file. Raises ValueError if there is no such text."""
     if system in SYSTEMS:
         return SYSTEMS[system]
     path = Path(system)

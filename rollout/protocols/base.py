@@ -36,17 +36,17 @@ class ChatProtocol(Protocol):
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of sampled ids, special tokens kept."""
+        """Return the text of sampled token ids, special tokens kept."""
         ...
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Read one turn from the decoded text of its sampled tokens."""
+        """Return the action of one model turn, from the decoded text of its sampled tokens."""
         ...
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return ids of the model's next input, at most ``budget`` of them, with every closing tag kept, and
-        whether text was dropped. For an INVALID action ``results`` is empty and the observation is the protocol's
-        correction."""
+        """Return the token ids of an observation, the model's next input, and whether text was dropped. There are at
+        most ``budget`` ids, and every closing tag is kept. For an INVALID action ``results`` is empty and the
+        observation is the protocol's correction."""
         ...
 
 
@@ -72,7 +72,7 @@ class PerTurnPrompts(Protocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """Return the prompt of the turn that follows ``turns`` (and their ``calls``).
+        """Return the prompt (token ids) of the turn that follows ``turns`` (and their ``calls``).
 
         A function of its arguments: with another task (its ``skills``) and the number of past turns that the student
         was shown, it writes a privileged teacher's prompt.
@@ -86,5 +86,5 @@ class PerTurnPrompts(Protocol):
 
 
 def sampled_turns(response_ids: Sequence[int], turns: Sequence[Turn]) -> list[Sequence[int]]:
-    """Return the sampled token ids of each turn."""
+    """Return the sampled token ids of each turn, cut from the token ids of the response."""
     return [response_ids[turn.start : turn.end] for turn in turns]

@@ -78,15 +78,15 @@ def thinking_tags(template: str, vocabulary: Mapping[str, int]) -> Tags:
 
 
 class MalformedCall(ValueError):
-    """A call that cannot be read. The model reads its message."""
+    """A tool call that cannot be read. The model reads the exception's message."""
 
 
 class UnclosedThinking(ValueError):
-    """The turn begins with thinking that never ends."""
+    """A model turn begins with thinking that never ends."""
 
 
 def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>", call: str = OPEN) -> str:
-    """Return the text behind the thinking. Thinking begins a turn; a tag anywhere else is text.
+    """Return the text of a model turn behind its thinking. Thinking begins a turn; a tag anywhere else is text.
 
     A model may leave out the opening tag. Its closing tag counts then, unless a call has begun before it.
 
@@ -113,7 +113,7 @@ def after_thinking(text: str, opening: str = "<think>", closing: str = "</think>
 
 
 def hermes_calls(text: str) -> Calls:
-    """Return the calls between tags, in order. Raises MalformedCall.
+    """Return the tool calls between ``<tool_call>`` tags, in order. Raises MalformedCall.
 
     Like the parsers of vLLM and OpenAI, accept a last call without its closing tag, and arguments that are an object
     written as text.
@@ -128,7 +128,7 @@ def hermes_calls(text: str) -> Calls:
 
 
 def verl_turn(text: str) -> tuple[str, Calls]:
-    """Parse a turn as verl does: return its text and the calls that verl's parser finds, also inside thinking
+    """Return a turn's text and the tool calls that verl's parser finds in it, also inside thinking
     (verl/experimental/agent_loop/ tool_parser.py, HermesToolParser). Blocks that are not JSON with a name and arguments
     are skipped. Arguments other than an object become an empty object, and the tool answers that it failed."""
     calls: list[ToolRequest] = []
@@ -145,8 +145,9 @@ def verl_turn(text: str) -> tuple[str, Calls]:
 
 
 def llama3_calls(text: str) -> Calls:
-    """Return the calls from ``<|python_tag|>``, or from the first line that begins an object with a "name". White space
-    or semicolons separate several calls. Read "arguments" as "parameters". Raises MalformedCall."""
+    """Return the tool calls of a Llama 3 turn. They begin at ``<|python_tag|>``, or at the first line that begins an
+    object with a "name". White space or semicolons separate several calls. Read "arguments" as "parameters". Raises
+    MalformedCall."""
     found = _LLAMA3_FIRST.search(text)
     calls: list[ToolRequest] = []
     while found is not None:
@@ -157,7 +158,7 @@ def llama3_calls(text: str) -> Calls:
 
 
 def qwen3_coder_calls(text: str, schemas: Schemas) -> Calls:
-    """Return the calls of Qwen3-Coder, Qwen3.5 and Nemotron 3, in order. Raises MalformedCall."""
+    """Return the tool calls in a turn of Qwen3-Coder, Qwen3.5 or Nemotron 3, in order. Raises MalformedCall."""
 
     def read(start: int) -> tuple[ToolRequest, int]:
         head = _match(_FUNCTION, text, start, f"no <function=NAME> after {OPEN}")
@@ -174,7 +175,7 @@ def qwen3_coder_calls(text: str, schemas: Schemas) -> Calls:
 
 
 def glm45_calls(text: str, schemas: Schemas) -> Calls:
-    """Return the calls of GLM 4.5 to 4.7, in order. Raises MalformedCall."""
+    """Return the tool calls in a turn of GLM 4.5 to 4.7, in order. Raises MalformedCall."""
 
     def read(start: int) -> tuple[ToolRequest, int]:
         head = _match(_NAME, text, start, f"no name after {OPEN}")
@@ -190,7 +191,7 @@ def glm45_calls(text: str, schemas: Schemas) -> Calls:
 
 
 def mistral_calls(text: str) -> Calls:
-    """Return the calls of Mistral's models, in order. Raises MalformedCall."""
+    """Return the tool calls in a turn of Mistral's models, in order. Raises MalformedCall."""
     calls: list[ToolRequest] = []
     position = text.find(MISTRAL)
     while 0 <= position < len(text):
@@ -209,7 +210,7 @@ def mistral_calls(text: str) -> Calls:
 
 
 def kimi_k2_calls(text: str) -> Calls:
-    """Return the calls of Kimi K2, in order. Raises MalformedCall."""
+    """Return the tool calls in a turn of Kimi K2, in order. Raises MalformedCall."""
 
     def read(start: int) -> tuple[ToolRequest, int]:
         head = _match(_KIMI_NAME, text, start, "no name and <|tool_call_argument_begin|>")
@@ -221,8 +222,8 @@ def kimi_k2_calls(text: str) -> Calls:
 
 
 def harmony_turn(text: str) -> tuple[str, Calls]:
-    """Return the text of the channel "final", and the calls, which are messages to a recipient. Other channels are
-    thinking.
+    """Return the final text of a harmony turn (gpt-oss; channel "final"), and its tool calls, which are messages to a
+    recipient. Other channels are thinking.
 
     Raises MalformedCall for a call without one JSON object, or a turn that has neither a call nor a final message.
     """
@@ -245,7 +246,7 @@ def harmony_turn(text: str) -> tuple[str, Calls]:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How one format is read. Give either ``calls`` or ``turn``."""
+    """How one format of tool calls is read. Give either ``calls`` or ``turn``."""
 
     form: str  # shown to the model after a call that cannot be read
     calls: Callable[..., Calls] | None = None  # reads a turn without its thinking
@@ -285,13 +286,13 @@ FORMATS: dict[str, CallFormat] = {
 
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of the parameters by tool, from OpenAI's function schemas."""
+    """Return the parameter schemas of each tool by its name, from OpenAI's function schemas."""
     return {s["function"]["name"]: s["function"].get("parameters", {}).get("properties", {}) for s in schemas}
 
 
 def typed(value: str, schema: Mapping[str, Any] | None) -> Any:
-    """Convert the text of an argument to the type that its schema names. A text that does not fit, or a schema without
-    a type, leaves the text as it is.
+    """Return the text of an argument, converted to the type that its schema names. A text that does not fit, or a
+    schema without a type, leaves the text as it is.
 
     >>> typed("3", {"type": "integer"}), typed("True", {"type": "boolean"}), typed("3", {"type": "string"})
     (3, True, '3')
@@ -320,7 +321,7 @@ _JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at ``start``, after white space, and its end. Raises MalformedCall."""
+    """Return the JSON value that begins at ``start``, after white space, and its end position. Raises MalformedCall."""
     begin = _skip(text, start)
     try:
         value, end = _JSON.raw_decode(text, begin)
@@ -336,7 +337,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def request(value: Any, keys: tuple[str, ...] = KEYS) -> ToolRequest:
-    """Return the call of a JSON object with a name and, under the first of the ``keys``, arguments."""
+    """Return the tool call of a JSON object with a name and, under the first of the ``keys``, arguments."""
     if not isinstance(value, dict):
         raise MalformedCall(f"expected a JSON object, found {_kind(value)}")
     name = value.get("name")
@@ -361,7 +362,7 @@ def _kind(value: Any) -> str:
 
 
 def _skip(text: str, position: int) -> int:
-    """Return the position behind white space."""
+    """Return the position in ``text`` behind the white space at ``position``."""
     return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # it matches the empty text too
 
 
@@ -373,7 +374,7 @@ def _match(pattern: re.Pattern[str], text: str, position: int, fault: str) -> re
 
 
 def _until(text: str, start: int, closing: str) -> tuple[str, int]:
-    """Return the text up to ``closing``, and the position behind ``closing`` and white space."""
+    """Return the text from ``start`` up to ``closing``, and the position behind ``closing`` and white space."""
     end = text.find(closing, start)
     if end < 0:
         raise MalformedCall(f"no {closing} after the value")
@@ -381,7 +382,8 @@ def _until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 
 def _each(text: str, opening: str, read: Callable[[int], tuple[ToolRequest, int]]) -> Calls:
-    """Return the calls that ``read`` finds behind each ``opening``; it returns a call and the end of the call."""
+    """Return the tool calls that ``read`` finds behind each ``opening`` text; it returns a call and the end of the
+    call."""
     calls: list[ToolRequest] = []
     position = 0
     while (start := text.find(opening, position)) >= 0:

@@ -45,7 +45,7 @@ REASONING = {"hermes": "qwen3", "qwen3_coder": "qwen3", "glm45": "glm45", "minim
 
 @dataclass
 class CallReader:
-    """Reader of turns in one format.
+    """Reads the thinking, the tool calls and the answer of model turns in one format.
 
     Args:
         name: the name that ``call_format`` has.
@@ -66,7 +66,7 @@ class CallReader:
     turn: Callable[[str], tuple[str, Calls]] | None = None
 
     def read(self, turn: str) -> tuple[str, Calls]:
-        """Return the text of the turn without its thinking, and its calls.
+        """Return the text of a model turn without its thinking, and its tool calls.
 
         Args:
             turn: the text that the prompt has opened and the model has sampled, without the end of the turn.
@@ -82,12 +82,13 @@ class CallReader:
 
     @property
     def reasoning_parser(self) -> str | None:
-        """vLLM's name of the parser for this thinking."""
+        """Name of vLLM's ``--reasoning-parser`` for this reader's thinking, or None."""
         return reasoning_parser(self.tool_parser, self.thinking)
 
 
 def reasoning_parser(tool_parser: str | None, thinking: Tags) -> str | None:
-    """Return vLLM's ``--reasoning-parser`` for models with this tool parser and these tags of thinking."""
+    """Return the name of vLLM's ``--reasoning-parser`` for models with this tool parser and these tags of thinking, or
+    None."""
     if tool_parser == FORMATS[HARMONY].served_as:
         return "openai_gptoss"
     default = THINKING[thinking]
@@ -95,12 +96,12 @@ def reasoning_parser(tool_parser: str | None, thinking: Tags) -> str | None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all formats, in the order of ``auto``."""
+    """Return the names of all formats of tool calls, in the order that ``auto`` tries them."""
     return (*NATIVE, *(n for n in _vllm().ToolParserManager.list_registered() if n not in (*NATIVE, *LEFT_OUT)))
 
 
 def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], thinking: Tags) -> CallReader:
-    """Return the reader of a format.
+    """Return the reader of one format of tool calls.
 
     Args:
         name: one of ``names()``, or the dotted path of a function that takes the text behind the thinking, returns
@@ -121,7 +122,7 @@ def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], th
 
 
 def reader_without_calls(tokenizer: Any, thinking: Tags) -> CallReader:
-    """Return the reader of turns without tools."""
+    """Return the reader of model turns without tools, which finds no calls."""
     if "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template:
         return CallReader(HARMONY, no_calls, "", thinking, "", FORMATS[HARMONY].served_as, harmony_turn)
     return CallReader(HERMES, no_calls, "", thinking, "")
@@ -140,7 +141,7 @@ def _imported(path: str) -> Callable[[str], Calls]:
 
 
 class VLLMCalls:
-    """The calls of a finished turn by one of vLLM's tool parsers.
+    """Reads the tool calls of a finished turn by one of vLLM's tool parsers.
 
     A parser returns no calls where it cannot read them. Therefore a call counts as begun where the turn holds
     ``beginning``, the first text of a call that the template writes (``choose_reader`` sets it).
@@ -191,7 +192,7 @@ class VLLMCalls:
 
 
 def _vllm() -> Any:
-    """Return vLLM's module of tool parsers. Silence their logs: the model is told which call cannot be read."""
+    """Return vLLM's module of tool parsers, with its logs silenced: the model is told which call cannot be read."""
     environment = dict(os.environ)  # the import sets variables for vLLM's own processes
     try:
         import vllm.tool_parsers as parsers
@@ -253,7 +254,8 @@ _TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict[str, Any]]) -> tuple[CallReader, bool]:
-    """Return the reader of the calls that a template writes, and whether the template can write two in a turn.
+    """Return the reader of the tool calls that a chat template writes, and whether the template can write two in a
+    turn.
 
     Args:
         chat: its ``arguments_as_text`` is set to the form that is read back.
@@ -293,7 +295,7 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
 
 
 def _groups(call_format: str) -> Iterator[list[str]]:
-    """Yield names to try. vLLM's come last, because importing them takes seconds."""
+    """Yield lists of names of call formats to try. vLLM's come last, because importing them takes seconds."""
     if call_format != "auto":
         yield [call_format]
     else:
@@ -318,7 +320,8 @@ def _reader(chat: ChatBoundaries, name: str, schemas: Sequence[dict[str, Any]], 
 
 
 def written_cases(chat: ChatBoundaries) -> dict[str, str]:
-    """Render the test calls ``CASES`` with the chat template, without the calls that the template cannot express."""
+    """Render the test calls ``CASES`` with the chat template. Returns the turn's text by case, without the cases that
+    the template cannot express."""
     turns: dict[str, str] = {}
     for case, calls in CASES.items():
         try:
@@ -333,7 +336,8 @@ def written_cases(chat: ChatBoundaries) -> dict[str, str]:
 
 
 def survives(reader: CallReader, turn: str, calls: Calls) -> bool:
-    """Return whether the reader recovers exactly these calls from a turn, with equal values of equal types."""
+    """Return whether the reader recovers exactly the tool calls ``calls`` from a turn, with equal values of equal
+    types."""
     try:
         _, found = reader.read(turn)
     except ValueError:
@@ -342,5 +346,5 @@ def survives(reader: CallReader, turn: str, calls: Calls) -> bool:
 
 
 def _exact(calls: Calls) -> str:
-    """Return JSON, which tells 1, 1.0 and true apart."""
+    """Return tool calls as JSON text, which tells 1, 1.0 and true apart."""
     return json.dumps([(call.name, call.arguments) for call in calls], sort_keys=True)

@@ -79,14 +79,14 @@ class ChatBoundaries:
         check_thinking(tokenizer, thinking, bool(self.opened))
 
     def without_end(self, text: str) -> tuple[str, bool]:
-        """Return a sampled turn without the token that ends it, and whether there was one."""
+        """Return a sampled turn's text without the token that ends it, and whether there was one."""
         end = next((end for end in self.ends if text.endswith(end)), None)
         return text.removesuffix(end or ""), end is not None
 
     def render(
         self, messages: Sequence[Message], *, tools: bool | Sequence[Message] = True, open_turn: bool = True
     ) -> str:
-        """Return the template's text.
+        """Return messages as the text that the chat template writes.
 
         Args:
             messages: messages in OpenAI's form; the arguments of calls are objects.
@@ -106,11 +106,12 @@ class ChatBoundaries:
         )
 
     def ids(self, text: str) -> list[int]:
-        """Tokenise text that the chat template rendered. Control tokens in the text become their ids."""
+        """Return the token ids of a text that the chat template rendered. Control tokens in the text become their
+        ids."""
         return encode(self.tokenizer, text)
 
     def ids_after(self, messages: Sequence[Message], *, called: Sequence[str] = (), ended: bool = True) -> list[int]:
-        """Return ids of everything between an assistant's turn and its next one: ``messages``, then the header.
+        """Return the token ids between an assistant's turn and its next one: ``messages``, then the header.
 
         Args:
             messages: messages of the tools or the user; see ``hide`` for quoted tags in their contents.
@@ -121,13 +122,15 @@ class ChatBoundaries:
         return written if ended else [self.end_id, *written]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return ids of a prompt that ends with the header of the assistant's turn; see ``hide`` for quoted tags."""
+        """Return the token ids of a prompt that ends with the header of the assistant's turn; see ``hide`` for quoted
+        tags."""
         return self.quotes.ids(self.render(self.hide(messages)))
 
     def text_after(
         self, messages: Sequence[Message], *, called: Sequence[str] = (), turns: Sequence[Message] = ()
     ) -> str:
-        """Return the text that the template writes behind an assistant's turn. ``turns``: the turns before it."""
+        """Return the text of ``messages`` that the template writes behind an assistant's turn. ``turns``: the turns
+        before it."""
         turn = self._calling(called) if called else self._plain
         if not called and self.answer_role == "user":
             messages = [message | {"role": "user"} for message in messages]
@@ -135,8 +138,8 @@ class ChatBoundaries:
         return self._behind_turn(rendered, bool(called))[1]
 
     def written_call(self, calls: Sequence[ToolRequest], tools: Sequence[Message]) -> str:
-        """Return the turn that the template writes for these calls, as a model would sample it: behind the header and
-        without its end. Raises ValueError if the template refuses the calls."""
+        """Return the text of a turn with these tool calls, as a model would sample it: behind the header and without
+        its end. Raises ValueError if the template refuses the calls."""
         header = self.ids(self.render([_USER], tools=tools))
         whole = self.ids(self.render([_USER, self.message(calls)], tools=tools, open_turn=False))
         shared = len(os.path.commonprefix([header, whole]))  # a template may open thinking that it drops from history
@@ -144,7 +147,7 @@ class ChatBoundaries:
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
 
     def takes_results(self, called: Sequence[str], count: int) -> bool:
-        """Return whether the template writes this many tool messages after these calls."""
+        """Return whether the template writes ``count`` tool messages after calls of the tools ``called``."""
         texts = [f"result {index}" for index in range(count)]
         try:
             text = self.text_after([{"role": "tool", "content": content} for content in texts], called=called)
@@ -153,14 +156,14 @@ class ChatBoundaries:
         return all(content in text for content in texts)
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages quoted (``Quotes``). Contents of tools are untrusted, so all their tags are quoted. Of
-        other contents only control tokens are quoted, because a prompt may ask for ``<think>``; quote untrusted text in
-        them before."""
+        """Return the messages with control tokens quoted (``Quotes``). Contents of tools are untrusted, so all their
+        tags are quoted. Of other contents only control tokens are quoted, because a prompt may ask for ``<think>``;
+        quote untrusted text in them before."""
         quote = {"tool": self.quotes.quote}
         return [{**m, "content": quote.get(m["role"], self.quotes.quote_special)(m["content"])} for m in messages]
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in the form that this template takes."""
+        """Return the messages in the form that this chat template takes, with ids and names for calls and results."""
         adapted: list[Message] = []
         names: list[tuple[str, str]] = []  # of the latest calls: id and name
         for message in messages:
@@ -199,7 +202,7 @@ class ChatBoundaries:
         return self.tools[0]["function"]["name"] if self.tools else "tool"
 
     def _writes_calls(self) -> bool:
-        """Return whether the template writes calls and results. Sets the form of arguments that it takes."""
+        """Return whether the chat template writes tool calls and results. Sets the form of arguments that it takes."""
         calling = [_USER, self._calling([self._tool_name()])]
         for self.arguments_as_text in (False, True):
             if self._shows(_TURN, calling, open_turn=False):
@@ -214,7 +217,8 @@ class ChatBoundaries:
             return False
 
     def _behind_turn(self, rendered: str, called: bool = False) -> tuple[str, str]:
-        """Return the token that ends the placeholder's turn, and the text behind it. Raises ValueError."""
+        """Return the token that ends the placeholder's turn in a rendered text, and the text behind it. Raises
+        ValueError."""
         _, found, rest = rendered.rpartition(_TURN)
         end = self._end.search(rest)
         other = None if called else self._any_special.search(rest[: end.start()] if end else rest)
@@ -230,7 +234,7 @@ class ChatBoundaries:
         return end is not None and not rest[: end.start()].strip()
 
     def _choose_answer(self) -> None:
-        """Choose whether a tool message or a user's message answers a turn without a call. If the end of a turn is the
+        """Choose the role, tool or user, of the message that answers a turn without a call. If the end of a turn is the
         beginning of the next one (GLM), a model that calls nothing has begun the user's turn."""
         ends = []
         before = self._plain | {"content": "before"}
@@ -245,7 +249,8 @@ class ChatBoundaries:
             self.answer_role = "user"
 
     def _checked(self) -> dict[bool, str]:
-        """Return the template's ends of a turn, by whether it called. Raises ValueError if a cut is not exact."""
+        """Return the tokens with which the template ends a turn, by whether the turn has a call. Raises ValueError if a
+        cut is not exact."""
         quote = f"[{next(iter(self._special))}]"
         ends: dict[bool, str] = {}
         for called in ((), (self._tool_name(),)):

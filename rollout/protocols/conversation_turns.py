@@ -10,7 +10,7 @@ from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """One assistant turn of a conversation, and the messages up to the next one."""
+    """One assistant turn of a conversation, and the messages up to the next assistant turn."""
 
     text: str  # without its end
     observed: tuple[Message, ...]
@@ -18,7 +18,7 @@ class AssistantTurn:
 
 
 def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tuple[list[AssistantTurn], bool]:
-    """Return the turns, and whether the template rewrites history.
+    """Split a conversation into its assistant turns. Returns them, and whether the chat template rewrites history.
 
     The conversation is rendered once and cut behind the header of each turn and at its end. The text between must be a
     rollout's, and the turns must be complete. Otherwise the template renders earlier turns differently once others
@@ -62,7 +62,7 @@ def conversation_turns(chat: ChatBoundaries, messages: Sequence[Message]) -> tup
 
 
 def parts_left_out(message: Message, text: str) -> int:
-    """Return how many parts of an assistant's message (thinking, content) the text of its turn leaves out."""
+    """Return how many parts of an assistant's message (thinking, content) are missing in the text of its turn."""
     thinking, _, content = message["content"].rpartition("</think>")
     parts = (message.get("reasoning_content", ""), thinking.replace("<think>", ""), content)
     return sum(part.strip() not in text for part in parts)
@@ -73,7 +73,8 @@ def _called(message: Message) -> tuple[str, ...]:
 
 
 def _cut(whole: str, prompt: str, follows: Sequence[str], end: str) -> list[str] | None:
-    """Return the texts between ``prompt``, the ``follows`` and ends of turns, or None if ``whole`` has other parts."""
+    """Return the turns' texts between ``prompt``, the ``follows`` and ends of turns, or None if ``whole`` has other
+    parts."""
     texts = []
     position = 0
     for given in (prompt, *follows):

@@ -41,7 +41,7 @@ class EpisodeTexts:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Fill the placeholders in one pass; braces in a value stay as they are."""
+    """Return a template's text with its placeholders filled in one pass; braces in a value stay as they are."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
@@ -92,7 +92,8 @@ TEXTS: dict[str, EpisodeTexts] = {
 
 
 def read_texts(texts: str | Mapping[str, str]) -> EpisodeTexts:
-    """Return the texts of a built-in name, or ``first``, ``later`` and ``after``, each a file or the text itself.
+    """Return the prompt templates of a built-in name, or of ``first``, ``later`` and ``after``, each a file or the text
+    itself.
 
     Raises:
         ValueError: an unknown name, missing or unknown parts, or an unknown placeholder.
@@ -125,7 +126,8 @@ class PastTurn:
 
 
 def household_history(turns: Sequence[PastTurn], number: int) -> str:
-    """Write "[Observation i: '..', Action i: '..']" for each turn; ``number``: number of the first one."""
+    """Return past turns as text, "[Observation i: '..', Action i: '..']" for each; ``number``: number of the first
+    one."""
     shown = [
         f"[Observation {i}: '{turn.observation}', Action {i}: '{turn.action}']" for i, turn in enumerate(turns, number)
     ]
@@ -133,7 +135,7 @@ def household_history(turns: Sequence[PastTurn], number: int) -> str:
 
 
 def search_history(turns: Sequence[PastTurn], number: int) -> str:
-    """Write "Step i:<search>..</search> <information>..</information>" for each turn."""
+    """Return past turns as text, "Step i:<search>..</search> <information>..</information>" for each."""
     return "\n".join(
         f"Step {i}:{turn.action} <information>{turn.result}</information>" for i, turn in enumerate(turns, number)
     )

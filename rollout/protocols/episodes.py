@@ -30,7 +30,7 @@ PAGE_BREAK = " [SEP] "
 
 
 class EpisodeProtocol(TextProtocol):
-    """Prompts and actions for environments that list admissible actions and describe results.
+    """Writes prompts and reads actions for environments that list admissible actions and describe results.
 
     A turn's action is the text between its first ``<action>`` and the first ``</action>``, in lower case. As in the
     released code, a turn without them acts with its last characters, and is not well-formed. Neither is a turn without
@@ -82,7 +82,8 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ prompts
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """Return [P] ids of the first turn's prompt. Raises ValueError without an observation, or in another mode."""
+        """Return the token ids [P] of the first turn's prompt. Raises ValueError without an observation, or in another
+        mode."""
         if mode is not PromptMode.AGENT:
             raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():
@@ -98,7 +99,7 @@ class EpisodeProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """Return the prompt of the next turn (see ``PerTurnPrompts``)."""
+        """Return the prompt (token ids) of the next turn (see ``PerTurnPrompts``)."""
         past_turns = self._past_turns(task, turns, calls)
         wanted = min(self.window or 0, len(past_turns)) if shown is None else shown
         for past in range(wanted, -1, -1):
@@ -131,11 +132,12 @@ class EpisodeProtocol(TextProtocol):
         return self._filled(self.texts.later, values)
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
-        """Fill a text. The tags of observations and of the model's words become text; those of ``text`` stay."""
+        """Return a template's text with filled placeholders. The tags of observations and of the model's words become
+        text; those of ``text`` stay."""
         return fill(text, {k: v if k == "history" else self.quotes.quote(v) for k, v in values.items()})
 
     def _goal(self, task: Task) -> str:
-        """Return the goal from the first observation: its sentence, its instruction, or all of it."""
+        """Return the task's goal from the first observation: its sentence, its instruction, or all of it."""
         instruction, _ = _after_instruction(task.question)
         if instruction:
             return instruction
@@ -156,7 +158,7 @@ class EpisodeProtocol(TextProtocol):
         return " ".join(str(call.arguments.get("action", "")) for call in action.calls)
 
     def _shown(self, text: str) -> str:
-        """Return a page without its parts up to the instruction, which the prompt has. In brackets each part has
+        """Return a page's text without its parts up to the instruction, which the prompt has. In brackets each part has
         quotes, as verl-agent shows WebShop's pages."""
         if self.form == "search" or PAGE_BREAK not in text:
             return text.strip()
@@ -169,7 +171,7 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ turns
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the action of a turn, always a CALL; see the class."""
+        """Return the action of one turn's text, always a CALL; see the class."""
         said, ended = self.chat.without_end(text)
         said = (self.chat.opened + said).lower()
         opening, closing = ACTION
@@ -189,8 +191,8 @@ class EpisodeProtocol(TextProtocol):
         return Action(ActionKind.CALL, (request,), error=fault, ended=ended, well_formed=fault is None)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return ids of the user's turn with the result of the action, up to the model's next token, and whether text
-        was cut (its middle is left out). Returns ``([], True)`` if the template's tokens do not fit."""
+        """Return the token ids of a user's turn with the action's result, and whether text was cut (its middle is left
+        out). The ids reach up to the model's next token. Returns ``([], True)`` if the template's tokens do not fit."""
         text = "\n".join(result.text.strip() for result in results) or (action.error or "")
         facts = results[-1].info if results else {}
         shown = self._shown(text)

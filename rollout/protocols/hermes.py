@@ -37,7 +37,8 @@ NOT_EXECUTED = "Only the first {limit} of the {found} tool calls of this turn we
 
 
 def boxed_instruction(tools: Sequence[str]) -> str:
-    """Return the text that says how to answer a question, with the purposes of the tools in the prompt."""
+    """Return the instruction that tells the model how to answer a question, with the purposes of the tools in the
+    prompt."""
     if not tools:
         return "{question}\n\nReason step by step. Put the final answer in \\boxed{}."
     purposes = [PURPOSES.get(tool, "") for tool in tools]
@@ -49,7 +50,7 @@ def boxed_instruction(tools: Sequence[str]) -> str:
 
 
 class HermesProtocol(TextProtocol):
-    """Prompts, tool calls and tool results in the chat format of one model.
+    """Writes prompts and tool results, and reads tool calls, in the chat format of one model.
 
     A turn ends with an end-of-turn token, which stays in it. The protocol reads the text behind its thinking. With tool
     calls the turn is a CALL. Without one it is an ANSWER, the content of its last ``\\boxed{}`` (None without a box),
@@ -130,7 +131,8 @@ class HermesProtocol(TextProtocol):
         return self.history == "template"
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """Return [P] ids of the template with tools and the header of the assistant's turn; CLOSED_BOOK: without tools.
+        """Return the token ids [P] of a task's prompt, with tools and the header of the assistant's turn; CLOSED_BOOK:
+        without tools.
 
         Raises ValueError if the question is empty, the instruction is ``dataset`` and the task has no prompt, the
         task's text quotes a control token, or for a gold mode, whose passages would be an assistant's words.
@@ -153,7 +155,8 @@ class HermesProtocol(TextProtocol):
         shown: int | None = None,
         sampled: Sequence[Sequence[int]] = (),
     ) -> TurnPrompt:
-        """Return the prompt of the next turn with all earlier turns; results in a long prompt lose their middle."""
+        """Return the prompt (token ids) of the next turn with all earlier turns; results in a long prompt lose their
+        middle."""
         if not turns:
             return TurnPrompt(tuple(self.prompt_ids(task)), 0, False)
         prompt = self._with_skills(task, self._messages(task))
@@ -174,7 +177,7 @@ class HermesProtocol(TextProtocol):
         return TurnPrompt(tuple(ids), len(turns) if ids else 0, cut)
 
     def _said(self, action: Action, text: str) -> Message:
-        """Return an earlier turn as a message. Its tags are text, except those of its thinking."""
+        """Return an earlier turn as a chat message. Its tags are text, except those of its thinking."""
         turn, _ = self.chat.without_end(text)
         turn = self.chat.opened + turn
         try:
@@ -193,7 +196,7 @@ class HermesProtocol(TextProtocol):
         return [{"role": role, "content": self.chat.quotes.quote(text)} for text in texts]
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the action of one turn; see the class."""
+        """Return the action of one turn's text; see the class."""
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
@@ -212,7 +215,7 @@ class HermesProtocol(TextProtocol):
         return Action(ActionKind.CALL, calls[:limit], error=note)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return ids of everything up to the model's next token, and whether text was cut.
+        """Return the token ids from the end of a turn up to the model's next token, and whether text was cut.
 
         They have the end of the turn if the model did not write it, a tool message for each result and one for
         ``action.error``, and the header of the next turn. A small budget leaves out the middle of the longest texts.
@@ -224,7 +227,7 @@ class HermesProtocol(TextProtocol):
         return fitting(lambda limit: self._observation(action, names, texts, limit), longest, budget)
 
     def _texts(self, action: Action, results: Sequence[ToolResult]) -> list[str]:
-        """Return the texts that follow a turn, one per message."""
+        """Return the tool results and errors that follow a turn, one text per message."""
         texts = [result.text.strip() for result in results] + ([action.error] if action.error else [])
         names = tuple(call.name for call in action.calls)
         if len(texts) > len(names) > 0 and not self.chat.takes_results(names, len(texts)):
@@ -238,7 +241,7 @@ class HermesProtocol(TextProtocol):
     def _chat_with(
         self, schemas: Sequence[dict[str, Any]], tools_in: ToolsIn, thinking: bool | None, newline: bool
     ) -> tuple[ToolsIn, ChatBoundaries]:
-        """Choose the place of the tools, and make the chat for it."""
+        """Choose the place of the tools in the prompt. Returns it, and the chat (``ChatBoundaries``) for it."""
 
         def chat(shown: Sequence[dict[str, Any]]) -> ChatBoundaries:
             return ChatBoundaries(self.tokenizer, self.stop_token_ids, shown, thinking, newline)
@@ -266,7 +269,7 @@ class HermesProtocol(TextProtocol):
         return tools_in, chat(schemas if tools_in == "system" else ())
 
     def _header(self, schemas: Sequence[dict[str, Any]]) -> str:
-        """Render a question with these tools; "" where the template refuses them."""
+        """Return a question's prompt text with the tools ``schemas``; "" where the chat template refuses them."""
         question = [{"role": "user", "content": "question"}]
         try:
             return render_chat(self.tokenizer, question, tools=list(schemas) or None)
@@ -274,7 +277,7 @@ class HermesProtocol(TextProtocol):
             return ""
 
     def _check_named(self, text: str, where: str) -> None:
-        """Raise ValueError for a prompt that does not name the tools."""
+        """Raise ValueError if the prompt is the only place for the tools and does not name them."""
         unnamed = [name for name in self.tools if name not in text]
         if self.tools_in == "none" and unnamed:
             raise ValueError(

@@ -37,7 +37,7 @@ _TAG = re.compile(r"<(/?)(search|answer)>")
 
 
 class SearchR1Protocol(TextProtocol):
-    """Prompts, actions and observations of Search-R1 with the tokenizer of one model.
+    """Writes prompts and observations, and reads actions, in Search-R1's format with the tokenizer of one model.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt; without a chat template
@@ -77,7 +77,7 @@ class SearchR1Protocol(TextProtocol):
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the first complete action in the text of one turn.
+        """Return the first complete action (search or answer) in the text of one turn.
 
         An action is complete at a closing tag after its opening tag. Its content starts after the last such opening
         tag, or the first, by ``opening_tag``. An empty query is a CALL (the tool refuses it without a request), an
@@ -98,8 +98,8 @@ class SearchR1Protocol(TextProtocol):
         return Action(ActionKind.INVALID, error=found)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return ids of the ``<information>`` block, or of the correction after an INVALID action, and whether text was
-        cut.
+        """Return the token ids of the ``<information>`` block, or of the correction after an INVALID action, and
+        whether text was cut.
 
         A long block loses the end of the documents; the tags stay. Returns ``([], True)`` if the tags do not fit.
         """

@@ -18,12 +18,13 @@ DATASET = "dataset"  # a template's name: the messages of the task's ``prompt``,
 
 
 def shows_task_prompts(protocol: ChatProtocol) -> bool:
-    """Return whether a protocol has the template ``dataset``; protocols call this option by different names."""
+    """Return whether a protocol shows the tasks' own prompts (template ``dataset``); protocols call this option by
+    different names."""
     return DATASET in (getattr(protocol, "template", None), getattr(protocol, "instruction", None))
 
 
 class TextProtocol:
-    """Base of the protocols. Subclasses turn a task into messages, and text into actions.
+    """Base class of the chat protocols. Subclasses turn a task into messages, and text into actions.
 
     Args:
         tokenizer: Hugging Face folder. Its chat template is used, with the generation prompt. Without one (a base
@@ -45,11 +46,12 @@ class TextProtocol:
         self.quotes = Quotes(self.tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of sampled ids, special tokens kept."""
+        """Return the text of sampled token ids, special tokens kept."""
         return decode(self.tokenizer, token_ids)
 
     def _dataset_messages(self, task: Task, otherwise: str) -> list[dict[str, str]]:
-        """Return the task's prompt, checked; ``otherwise``: the template that the error message suggests."""
+        """Return the messages of the task's own prompt, checked; ``otherwise``: the template that the error message
+        suggests."""
         roles = [role for role, _ in task.prompt]
         if not roles or roles[-1] != "user" or (len(roles) > 1 and not self.tokenizer.chat_template):
             expected = "messages that end with the user's" if self.tokenizer.chat_template else "one user message"
@@ -64,8 +66,8 @@ class TextProtocol:
         return [{"role": role, "content": content} for role, content in task.prompt]
 
     def _with_skills(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages with the task's skills at the beginning of the last one, the user's. SDAR's released code
-        puts them before the first control token instead (docs/papers/sdar.md 2.2)."""
+        """Return the messages with the task's skills (advice texts) at the beginning of the last one, the user's.
+        SDAR's released code puts them before the first control token instead (docs/papers/sdar.md 2.2)."""
         if not task.skills:
             return list(messages)
         self._refuse_control_tokens(task, "the skills", task.skills)
@@ -73,11 +75,11 @@ class TextProtocol:
         return [*before, {**last, "content": f"{task.skills}\n\n{last['content']}"}]
 
     def _messages(self, task: Task) -> list[dict[str, str]]:
-        """Return the messages of the task's prompt."""
+        """Return the chat messages of the task's prompt."""
         raise NotImplementedError
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """Return [P] ids of the chat template, the instruction and the question.
+        """Return the token ids [P] of a task's prompt: chat template, instruction and question.
 
         ARCap's gold modes also write the passages at the beginning of the assistant's turn. GOLD_DIRECT opens
         ``<answer>``, so the model cannot think first.
@@ -90,7 +92,8 @@ class TextProtocol:
         return self._ids(self._chat(messages) + self._gold(task, mode))
 
     def _gold(self, task: Task, mode: PromptMode) -> str:
-        """Return the text that ARCap's gold modes put at the beginning of the assistant's turn; "" in the others."""
+        """Return the gold passages as text for the beginning of the assistant's turn, in ARCap's gold modes; "" in the
+        others."""
         if mode not in (PromptMode.GOLD_DIRECT, PromptMode.GOLD_THINK):
             return ""
         if not task.gold_passages:
@@ -121,12 +124,12 @@ class TextProtocol:
         return render_chat(self.tokenizer, messages, add_generation_prompt=True)
 
     def _ids(self, text: str) -> list[int]:
-        """Return ids of a text; quoted tags (``Quotes``) become ordinary text."""
+        """Return the token ids of a text; quoted tags (``Quotes``) become ordinary text."""
         return self.quotes.ids(text)
 
     def _block(self, opening: str, body: str, closing: str, budget: int) -> tuple[list[int], bool]:
-        """Return ids of ``opening + body + closing`` within ``budget``, and whether text was cut. A long body, which is
-        untrusted text, loses its end; the tags stay. Returns ``([], True)`` if the tags do not fit."""
+        """Return the token ids of ``opening + body + closing`` within ``budget`` ids, and whether text was cut. A long
+        body, which is untrusted text, loses its end; the tags stay. Returns ``([], True)`` if the tags do not fit."""
         body = self.quotes.quote(body)
         ids = self._ids(opening + body + closing)
         if len(ids) <= budget:
@@ -141,13 +144,13 @@ class TextProtocol:
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts that the tokenizer reads as one special token everywhere, sorted."""
+    """Return the texts of the tokenizer's special tokens, sorted: it reads each as one token everywhere."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 
 
 def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the distinct ids of the tokenizer's EOS and those in generation_config.json (Qwen lists two)."""
+    """Return the distinct EOS ids of the tokenizer and of generation_config.json in ``folder`` (Qwen lists two)."""
     ids = [tokenizer.eos_token_id]
     config = Path(folder) / "generation_config.json"
     if config.is_file():
@@ -157,7 +160,8 @@ def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
-    """Raise ValueError for ``enable_thinking`` with a template that does not know it and thinks otherwise.
+    """Raise ValueError if ``thinking`` (the template's ``enable_thinking``) is set for a template that does not know it
+    and thinks otherwise.
 
     Args:
         opened: the template's header opens the thinking.
@@ -171,8 +175,8 @@ def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
 
 
 def read_template(template: str, built_in: Mapping[str, str]) -> str:
-    """Return the text of a built-in name or a file (of a question file, .parquet: its prompts' wording), or the text
-    itself. Raises ValueError for anything else."""
+    """Return the prompt template of a built-in name or a file (of a question file, .parquet: its prompts' wording), or
+    the text itself. Raises ValueError for anything else."""
     if template in built_in:
         return built_in[template]
     if "{question}" in template:
@@ -190,8 +194,8 @@ def read_template(template: str, built_in: Mapping[str, str]) -> str:
 
 
 def _worded_in(path: Path) -> str:
-    """Return the wording of a question file (Search-R1's): its first row's user turn, with {question} instead of the
-    question and its question mark. Raises ValueError if the turn does not contain the question."""
+    """Return the prompt template that a question file (Search-R1's) uses: its first row's user turn, with {question}
+    instead of the question and its question mark. Raises ValueError if the turn does not contain the question."""
     import polars as pl
 
     frame = pl.scan_parquet(path).head(1)
@@ -206,8 +210,8 @@ def _worded_in(path: Path) -> str:
 
 
 def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int) -> tuple[list[int], bool]:
-    """Shorten a text until it has at most ``budget`` ids. Returns the ids of ``write(limit)`` for the largest limit
-    that fits, and whether the text was cut; ``([], True)`` if no limit fits.
+    """Return the token ids of the longest version of a text that fits ``budget``, and whether text was cut. The ids are
+    those of ``write(limit)`` for the largest limit that fits; ``([], True)`` if no limit fits.
 
     Args:
         write: writes texts cut to ``limit`` characters each, or uncut for None.
@@ -225,8 +229,8 @@ def fitting(write: Callable[[int | None], list[int]], longest: int, budget: int)
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut a text to ``limit`` characters: the beginning and, because errors come last, a fifth for the end. A limit too
-    small for the note between keeps only the beginning.
+    """Return a text cut to ``limit`` characters: the beginning and, because errors come last, a fifth for the end. A
+    limit too small for the note between keeps only the beginning.
 
     >>> shortened("a" * 100, 40), shortened("abc", 2)
     ('aaaaaaaaaaa\\n[... output left out ...]\\naa', 'ab')

@@ -18,8 +18,8 @@ class OwnFault(Exception):
 
 @contextmanager
 def own_faults() -> Iterator[None]:
-    """Turn exceptions of user code into OwnFault, also ``SystemExit``, and a ``CancelledError`` without a cancellation.
-    InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
+    """Turn exceptions of user code in the block into OwnFault, also ``SystemExit``, and a ``CancelledError`` without a
+    cancellation. InfrastructureError, RewardError, Ctrl-C and a real cancellation pass."""
     try:
         yield
     except (InfrastructureError, RewardError):
@@ -35,8 +35,9 @@ class Tool(Protocol):
     name: str
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Run once. Failures caused by the arguments are results (ERROR, EMPTY, TIMEOUT); failures of a service raise
-        InfrastructureError. The model reads any other exception as an ERROR, and a text as an OK result."""
+        """Run the tool once and return its result for the model. Failures caused by the arguments are results (ERROR,
+        EMPTY, TIMEOUT); failures of a service raise InfrastructureError. The model reads any other exception as an
+        ERROR, and a text as an OK result."""
         ...
 
     async def close(self) -> None: ...
@@ -52,8 +53,8 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Startable(Protocol):
-    """A tool, runner or environment factory that starts, or fails, before a model loads."""
+    """A tool, runner or environment factory with a ``start`` that runs, or fails, before a model loads."""
 
     async def start(self) -> None:
-        """Start. Idempotent. Raises errors that make every later call pointless."""
+        """Prepare for calls. Idempotent. Raises errors that make every later call pointless."""
         ...

@@ -28,7 +28,7 @@ ENDS_MATTER = (CallOutcome.ERROR, CallOutcome.TIMEOUT)  # the reason comes last
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of one tool."""
+    """Limits of one tool: calls, time, retries, concurrency, length of results, cache."""
 
     max_calls: NonNegativeInt | None = None  # executed calls per trajectory; further ones are REFUSED
     timeout_s: PositiveFloat = 60.0  # per attempt; the call is cancelled, not abandoned
@@ -41,8 +41,9 @@ class ToolLimits:
 
 
 class LimitedTool:
-    """A tool within its limits, and a ``Tool`` itself. One instance serves all trajectories of one event loop. After
-    ``close``, or the end of the loop, it serves another; a second live loop gets a RuntimeError.
+    """Wraps a tool and applies limits (time, retries, concurrency, length, cache) to its calls. One instance serves all
+    trajectories of one event loop. After ``close``, or the end of the loop, it serves another; a second live loop gets
+    a RuntimeError.
 
     With a cache, identical calls in flight share one execution. The environment counts ``max_calls``, because it knows
     the trajectory.
@@ -56,12 +57,13 @@ class LimitedTool:
         self._told: set[str] = set()  # logged faults of the tool
 
     async def start(self) -> None:
-        """Start the tool, if it has a ``start``."""
+        """Start the wrapped tool, if it has a ``start``."""
         if isinstance(self.tool, Startable):
             await self.tool.start()
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
-        """Call the tool. Raises InfrastructureError if every attempt failed, and PermanentFailure at once."""
+        """Call the wrapped tool within its limits, and return its result. Raises InfrastructureError if every attempt
+        failed, and PermanentFailure at once."""
         if self._cache is None:
             return await self._attempts(arguments)
         key = json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=repr)
@@ -84,7 +86,8 @@ class LimitedTool:
                 return ToolResult("The tool ran out of time.", CallOutcome.TIMEOUT, detail=late)
 
     async def _called(self, arguments: dict[str, Any]) -> ToolResult:
-        """Return the tool's result. A text is a result; the model reads any exception of the tool as an ERROR."""
+        """Call the wrapped tool once, and return its result. A text is a result; the model reads any exception of the
+        tool as an ERROR."""
         try:
             with own_faults():
                 returned: Any = self.tool.call(arguments)  # a user's tool may return it without a coroutine
@@ -107,14 +110,14 @@ class LimitedTool:
         return dataclasses.replace(result, text=cut[:limit])
 
     async def close(self) -> None:
-        """Close the tool; a later call may come from another event loop."""
+        """Close the wrapped tool; a later call may come from another event loop."""
         self._slots.drop()
         await self.tool.close()
 
 
 class SharedCache:
-    """Least-recently-used results by key. Simultaneous requests for a key share one execution, also with size 0, which
-    keeps no result.
+    """Caches tool results by key and drops the least recently used. Simultaneous requests for a key share one
+    execution, also with size 0, which keeps no result.
 
     Only OK and EMPTY results are kept, because errors may heal. Cancelling one of several waiters does not disturb the
     others; cancelling the last one cancels the execution.

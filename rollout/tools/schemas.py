@@ -37,8 +37,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def read_schemas(tools: Sequence[str | dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the schemas behind names of ``SCHEMAS``, paths of JSON files, and schemas themselves ({"type": "function",
-    "function": {...}}, or the inner object alone).
+    """Return the function schemas of tools, given as names of ``SCHEMAS``, paths of JSON files, or schemas themselves
+    ({"type": "function", "function": {...}}, or the inner object alone).
 
     Raises ValueError for an unknown name, a wrong schema, or two tools of one name.
     """

@@ -16,9 +16,9 @@ EMPTY_QUERY = "The query was empty, so nothing was searched."
 
 
 class Retriever(Protocol):
-    """Interface of ``retrieval.client.RetrieverClient`` and ``retrieval.process.RetrieverProcess``. If there is a
-    ``start`` (awaitable, or a function for a thread), it runs with the tool's start; a second ``start`` must do
-    nothing."""
+    """Interface of a search service: ``retrieval.client.RetrieverClient`` and ``retrieval.process.RetrieverProcess``
+    have it. If there is a ``start`` (awaitable, or a function for a thread), it runs with the tool's start; a second
+    ``start`` must do nothing."""
 
     def search(self, queries: list[str], k: Any) -> Any:
         """Return an awaitable of at most ``k`` documents (id, title, text, score) for each query, best first. Raises
@@ -26,12 +26,13 @@ class Retriever(Protocol):
         ...
 
     def close(self) -> Any:
-        """Return an awaitable."""
+        """Close the retriever. Returns an awaitable."""
         ...
 
 
 def format_passages(passages: Iterable[tuple[str, str]]) -> str:
-    """Format ``(title, text)`` pairs as Search-R1 shows hits, with the title in the quotes of the corpus files.
+    """Return ``(title, text)`` pairs as one text, as Search-R1 shows hits, with the title in the quotes of the corpus
+    files.
 
     >>> format_passages([("Mira Voss", "A potter of Grey Harbor.")])
     'Doc 1(Title: "Mira Voss") A potter of Grey Harbor.\\n'
@@ -40,12 +41,14 @@ def format_passages(passages: Iterable[tuple[str, str]]) -> str:
 
 
 def _numbered(passages: Iterable[tuple[str, str]]) -> str:
-    """Format passages as Search-R1's ``_passages2string`` (search_r1/llm_agent/generation.py)."""
+    """Return (heading, text) pairs as one text, as Search-R1's ``_passages2string`` does
+    (search_r1/llm_agent/generation.py)."""
     return "".join(f"Doc {i}(Title: {heading}) {text}\n" for i, (heading, text) in enumerate(passages, start=1))
 
 
 def query_of(arguments: dict[str, Any], clean: Callable[[str], str] = str) -> str | ToolResult:
-    """Return the cleaned query of a call, an ERROR if it is missing or not a text, or REFUSED if it is empty."""
+    """Return the cleaned query of a search call, an ERROR result if it is missing or not a text, or a REFUSED one if it
+    is empty."""
     query = arguments.get("query")
     if not isinstance(query, str):
         message = f"search expects a text as its query; found {type(query).__name__}"
@@ -55,7 +58,7 @@ def query_of(arguments: dict[str, Any], clean: Callable[[str], str] = str) -> st
 
 
 class SearchTool:
-    """Search tool. Takes ``{"query": str}`` and returns the ``topk`` best passages.
+    """Searches a text collection. Takes ``{"query": str}`` and returns the ``topk`` best passages.
 
     Outcomes: OK; EMPTY without a match; REFUSED for an empty query, which is not sent and does not count as a search;
     ERROR when ``query`` is missing or not a string. A failing retriever raises InfrastructureError.

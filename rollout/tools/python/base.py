@@ -25,7 +25,7 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of one program."""
+    """Result of one program's run: status, output, and a notice for the model."""
 
     status: RunStatus
     output: str  # stdout and stderr, as a terminal would show them; a traceback comes last
@@ -36,7 +36,8 @@ class Runner(Protocol):
     max_output: int  # characters of output that are kept; a longer output loses its middle (``middle_cut``)
 
     async def run(self, code: str, stdin: str = "") -> Run:
-        """Run one program from beginning to end with ``stdin`` as its whole standard input. Cancelling stops it.
+        """Run one program from beginning to end, with ``stdin`` as its whole standard input, and return the result.
+        Cancelling stops it.
 
         Raises:
             InfrastructureError: the runner itself fails; never because of the program.
@@ -48,7 +49,8 @@ class Runner(Protocol):
 
 
 def refused(code: str, stdin: str) -> Run | None:
-    """Return the result of a program that is too long to run, else None. Raises ValueError for too much input."""
+    """Return the result for a program that is too long to run, or None for any other. Raises ValueError for too much
+    input."""
     if (size := len(stdin.encode("utf-8", "replace"))) > MAX_STDIN_BYTES:
         raise ValueError(f"a program was to read {size} bytes; expected at most {MAX_STDIN_BYTES}: leave the input out")
     too_long = len(code.encode("utf-8", "replace")) > MAX_PROGRAM_BYTES
@@ -56,7 +58,7 @@ def refused(code: str, stdin: str) -> Run | None:
 
 
 def ended(code: int, output: str, timeout_s: float | None = None, killed: str = "") -> Run:
-    """Return how a program with this exit code ended.
+    """Return the result of a program that ended with exit code ``code``.
 
     Args:
         timeout_s: the time limit, of a program that was stopped for it.
@@ -71,7 +73,8 @@ def ended(code: int, output: str, timeout_s: float | None = None, killed: str = 
 
 
 def dedented(text: str) -> str:
-    """Remove the common margin in linear time; ``textwrap.dedent`` takes a second for 200,000 spaces."""
+    """Return a text without the common indentation of its lines, in linear time; ``textwrap.dedent`` takes a second for
+    200,000 spaces."""
     lines = [line if line.strip(" \t") else "" for line in text.split("\n")]
     shared = os.path.commonprefix([line for line in lines if line])
     margin = len(shared) - len(shared.lstrip(" \t"))
@@ -79,7 +82,7 @@ def dedented(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Remove terminal escapes, control and invisible characters, and carriage returns.
+    """Return a text without terminal escapes, control and invisible characters, and carriage returns.
 
     >>> readable("\\x1b[31mred\\x1b[0m\\r\\n50%\\r100%\\x00")
     'red\\n50%\\n100%'
@@ -89,7 +92,8 @@ def readable(text: str) -> str:
 
 
 def middle_cut(text: str, limit: int) -> str:
-    """Cut a text to about ``limit`` characters, a fifth of them at the end, because errors come last."""
+    """Return a text cut in its middle to about ``limit`` characters, a fifth of them at the end, because errors come
+    last."""
     if len(text) <= limit:
         return text
     tail = limit // 5

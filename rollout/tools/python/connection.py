@@ -23,7 +23,8 @@ GRACE_S = 20.0  # after a program's deadline, until the server counts as dead
 
 
 class SandboxServer:
-    """A running ``sandbox_runtime/server.py``, which runs programs and returns their results. For one event loop."""
+    """Client of a running ``sandbox_runtime/server.py``, which runs programs and returns their results. For one event
+    loop."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.process, self.reader, self.writer = process, reader, writer
@@ -110,14 +111,14 @@ class SandboxServer:
         self.writer.write(HEADER.pack(id, len(body)) + body)  # no drain: the caller waits for the answer anyway
 
     def kill(self) -> None:
-        """Kill the server at once, from any loop. The kernel ends all its programs with it."""
+        """Kill the sandbox's server at once, from any loop. The kernel ends all its programs with it."""
         if self.process.poll() is None:
             self.process.kill()
         if not self.loop.is_closed():
             self.writer.transport.abort()
 
     async def close(self) -> None:
-        """End the server. Returns when no process is left."""
+        """End the sandbox's server. Returns when no process is left."""
         if self.loop is not asyncio.get_running_loop():
             self.kill()
         else:

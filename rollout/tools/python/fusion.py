@@ -17,9 +17,9 @@ _NO_KEY = ApiKey(None, "SandboxFusion")
 
 
 class SandboxFusion:
-    """A ``Runner`` over ``POST {url}/run_code``. The service decides how well programs are confined; it needs Python
-    3.9 or newer. The program is sent inside the one that the local sandbox runs too, so that the last expression is
-    printed and errors are short.
+    """Runs programs on a SandboxFusion service, over ``POST {url}/run_code``. The service decides how well programs are
+    confined; it needs Python 3.9 or newer. The program is sent inside the one that the local sandbox runs too, so that
+    the last expression is printed and errors are short.
 
     One event loop at a time; a new loop gets new connections.
 
@@ -54,7 +54,8 @@ class SandboxFusion:
         self._tried = False
 
     async def start(self) -> None:
-        """Run one program, the first time. Raises InfrastructureError unless it prints the expected text."""
+        """Test the service with one program, the first time. Raises InfrastructureError unless it prints the expected
+        text."""
         if self._tried:
             return
         run = await self.run("print(1)")
@@ -66,7 +67,8 @@ class SandboxFusion:
         self._tried = True
 
     async def run(self, code: str, stdin: str = "") -> Run:
-        """Run one program. Raises InfrastructureError for a service that is absent, late or fails."""
+        """Run one program on the service, and return its result. Raises InfrastructureError for a service that is
+        absent, late or fails."""
         if (refusal := refused(code, stdin)) is not None:
             return refusal
         data = code.encode("utf-8", "replace")
@@ -103,6 +105,6 @@ class SandboxFusion:
         return ended(code, output, killed=f"The program was killed by signal {-code}.")
 
     async def close(self) -> None:
-        """Close the connections; a later program opens new ones."""
+        """Close the HTTP connections; a later program opens new ones."""
         self._tried = False
         await self._session.close()

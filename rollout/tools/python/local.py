@@ -30,7 +30,8 @@ class UnprotectedError(RuntimeError):
 
 
 class LocalSandbox:
-    """A ``Runner`` over a small fork server with warm interpreters. Each interpreter runs one program only.
+    """Runs model-written programs in confined processes of this machine, one program per warm interpreter. Implements
+    ``Runner`` with a small fork server.
 
     The server starts with the first program, or with ``start``. It serves one event loop at a time; a new loop gets a
     new server. Two programs run at once for each processor. Others wait, and a program's time begins after that.
@@ -89,11 +90,12 @@ class LocalSandbox:
         self._protections: tuple[Protection, ...] = ()
 
     def protections(self) -> tuple[Protection, ...]:
-        """Return the protections found at the last start, active or not, with reasons. Empty before it."""
+        """Return the sandbox's protections found at the last start, active or not, with reasons. Empty before it."""
         return self._protections
 
     async def start(self) -> None:
-        """Start the server and probe it. Raises InfrastructureError, or UnprotectedError if it is not tight."""
+        """Start the sandbox's server and test its protections. Raises InfrastructureError, or UnprotectedError if it is
+        not tight."""
         starting, _ = self._held.get()
         async with starting:
             if self._server is not None and self._server.failure is None:
@@ -109,7 +111,8 @@ class LocalSandbox:
                 logger.info("programs of the model are confined. %s", probe.describe(protections))
 
     def _for_loop(self) -> tuple[asyncio.Lock, asyncio.Semaphore]:
-        """Return the lock of the start and the limit on programs. A server of an earlier loop cannot serve this one."""
+        """Return, for a new event loop, the lock of the start and the semaphore that limits programs. A server of an
+        earlier loop cannot serve this one."""
         if self._server is not None:
             self._server.kill()
             self._server = None
@@ -158,7 +161,7 @@ class LocalSandbox:
         return ended(code, output, killed=killed)
 
     async def close(self) -> None:
-        """End the server and every program; a later run starts it again."""
+        """End the sandbox's server and every program; a later run starts it again."""
         self._held.drop()
         server, self._server = self._server, None
         if server is not None:

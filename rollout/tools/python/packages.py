@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def package_paths(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the files and folders of packages and all their requirements, and the folders to search for them.
+    """Return the files and folders of installed packages and all their requirements, and the folders to search for
+    them.
 
     Args:
         names: import names, such as ``("sympy",)``.

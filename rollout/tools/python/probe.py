@@ -84,13 +84,15 @@ class Protection:
 
 
 def program(canary: str, trainer: int, limit_mb: int, threads: int) -> str:
-    """Return the text of the probe. ``canary``: a file that exists outside and must not be readable inside."""
+    """Return the source of the program that tests the sandbox from inside. ``canary``: a file that exists outside and
+    must not be readable inside."""
     values = f"CANARY, TRAINER, LIMIT_MB, THREADS = {canary!r}, {trainer}, {limit_mb}, {threads}\n"
     return values + PROGRAM
 
 
 def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
-    """Return the protections from the probe's output (none if it did not finish) and the server's mechanisms."""
+    """Return the sandbox's protections, from the test program's output (none active if it did not finish) and the
+    server's mechanisms."""
     try:
         found = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):

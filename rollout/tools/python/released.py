@@ -13,8 +13,9 @@ CUT = "...(truncated)..."
 
 
 def last_line_printed(code: str) -> str:
-    """Return the program that the released tool makes of ``code``: the first closed ```python block, if there is one,
-    with the last line that is not empty put into ``print(...)``, unless it begins with "print".
+    """Return a program as SOD's released tool changes it: its last line is put into ``print(...)``, unless it begins
+    with "print". The program is the first closed ```python block of ``code``, if there is one; empty last lines do not
+    count.
 
     This breaks programs whose last line is indented, a comment, an import, a closing bracket or an assignment. An added
     line ``pass`` keeps the sandbox from printing a last expression.
@@ -30,6 +31,6 @@ def last_line_printed(code: str) -> str:
 
 
 def cut_in_the_middle(text: str, limit: int) -> str:
-    """Cut a text longer than ``limit`` characters to its first and last ``limit // 2``, with a mark between."""
+    """Return a text longer than ``limit`` characters as its first and last ``limit // 2``, with a mark between."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}{CUT}{text[-half:]}"

@@ -21,7 +21,7 @@ _FENCED = re.compile(r"^```[ \t]*+[\w+-]*+[ \t]*+\n(.*?)(?:^```[ \t]*$|\Z)", re.
 
 
 def program_text(code: str) -> str:
-    """Extract the program from a model's text: without Markdown fences (several blocks are one program) and without a
+    """Return the program in a model's text: without Markdown fences (several blocks are one program) and without a
     common indentation.
 
     >>> program_text("```python\\nx = 1\\n```\\nand\\n```\\nx\\n```")
@@ -35,8 +35,8 @@ def program_text(code: str) -> str:
 
 
 class PythonTool:
-    """Python tool. Takes ``{"code": str}`` and returns the output of the program, with the value of its last
-    expression.
+    """Runs the model's Python program. Takes ``{"code": str}`` and returns the output of the program, with the value of
+    its last expression.
 
     Outcomes: OK; EMPTY when it printed nothing; ERROR when it failed (the text ends with a short traceback), used too
     much, or ``code`` is missing or not a string; TIMEOUT; REFUSED for an empty program, which is not run. Only a
@@ -79,7 +79,7 @@ class PythonTool:
         return self.runner.concurrency if isinstance(self.runner, Bounded) else sys.maxsize
 
     async def start(self) -> None:
-        """Start the runner; a sandbox that is not tight fails here (``UnprotectedError``)."""
+        """Start the runner of programs; a sandbox that is not tight fails here (``UnprotectedError``)."""
         if isinstance(self.runner, Startable):
             await self.runner.start()
 

@@ -40,8 +40,8 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
 
 
 class BrowsingSearch:
-    """Search tool. Takes ``{"query": str}``, searches with another tool, and returns a second model's summary of the
-    pages found.
+    """Searches the web and lets a second model summarise the pages. Takes ``{"query": str}`` and returns the summary of
+    the pages that another search tool finds.
 
     The model reads 3000 characters before and after the sentence of a page that is most like the hit's snippet, else
     the first 6000. If a page cannot be fetched, it reads the snippet. Results other than OK are returned unchanged, and
@@ -80,7 +80,8 @@ class BrowsingSearch:
         self.temperature, self.top_p, self.max_tokens = temperature, top_p, max_tokens
 
     async def start(self) -> None:
-        """Start the search; a missing key is an error here. The summariser checks its key on construction."""
+        """Start the wrapped search tool; a missing key is an error here. The summariser checks its key on
+        construction."""
         if isinstance(self.search, Startable):
             await self.search.start()
 
@@ -108,7 +109,7 @@ class BrowsingSearch:
         return ToolResult(information, outcome, found.documents, unread or None)
 
     async def close(self) -> None:
-        """Close search, fetcher and summariser; a later call opens them again."""
+        """Close search tool, page fetcher and summariser; a later call opens them again."""
         for part in (self.search, self.fetcher, self.summariser):
             await part.close()
 
@@ -125,14 +126,16 @@ def summary_prompt(query: str, documents: list[Document], pages: list[Page]) -> 
 
 
 def final_information(reply: str) -> str | None:
-    """Return the text after the last mark, without a reasoning model's thoughts, or None without mark or text."""
+    """Return the text after the last mark ``MARK`` in a summary, without a reasoning model's thoughts, or None without
+    mark or text."""
     _, mark, after = reply.rpartition("</think>")[2].rpartition(MARK)
     return (after.lstrip(" :\n").rstrip() or None) if mark else None
 
 
 def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, least: float = 0.2) -> str:
-    """Return the text around the sentence that is most similar to the snippet (F1 of their sets of words), ``reach``
-    characters to each side. If no sentence exceeds ``least``, return the first ``otherwise`` characters."""
+    """Return the part of a page's text around the sentence most similar to the search snippet (F1 of their sets of
+    words), ``reach`` characters to each side. If no sentence exceeds ``least``, return the first ``otherwise``
+    characters."""
     wanted = words(snippet)
     best, span = least, None
     for start, end in sentences(text):
@@ -145,8 +148,8 @@ def passage(text: str, snippet: str, reach: int = 3000, otherwise: int = 6000, l
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Split a text into sentences, as half-open spans. After ``MOST_SENTENCES`` sentences the remaining text is one
-    span. A line break ends a sentence."""
+    """Return the sentences of a text as half-open spans (start, end). After ``MOST_SENTENCES`` sentences the remaining
+    text is one span. A line break ends a sentence."""
     spans, start = [], 0
     for gap in itertools.islice(_SENTENCE_END.finditer(text), MOST_SENTENCES):
         spans.append((start, gap.start()))
@@ -159,6 +162,6 @@ def words(text: str) -> frozenset[str]:
 
 
 def word_f1(said: frozenset[str], wanted: frozenset[str]) -> float:
-    """Return 2 |common| / (|said| + |wanted|), in [0, 1]."""
+    """Return the F1 of two sets of words, 2 |common| / (|said| + |wanted|), in [0, 1]."""
     common = len(said & wanted)
     return 2 * common / (len(said) + len(wanted)) if common else 0.0

@@ -38,8 +38,8 @@ class Page:
 
 
 class PageFetcher:
-    """Fetches pages as text: the article of an HTML page, or plain text. PDF files are not read; the page's ``error``
-    says so (the paper's evaluation takes their first 600 words).
+    """Fetches web pages as text: the article of an HTML page, or plain text. PDF files are not read; the page's
+    ``error`` says so (the paper's evaluation takes their first 600 words).
 
     Fetches only http and https, and only addresses of the public internet. Each connection is checked when it is made,
     by its real address, so neither a name that resolves to a private address nor a redirect gets past. Keeps no
@@ -68,7 +68,8 @@ class PageFetcher:
         )
 
     async def fetch(self, url: str) -> Page:
-        """Return the page. A page that cannot be read comes back with ``error``; nothing is raised."""
+        """Return the page at ``url`` as text. A page that cannot be read comes back with ``error``; nothing is
+        raised."""
         try:
             if urlsplit(url).scheme not in ("http", "https"):
                 return Page(url, "", "not an http or https address")
@@ -113,7 +114,8 @@ def _text_of(body: bytes, charset: str | None, kind: str) -> str:
 
 
 def html_to_text(source: str) -> str:
-    """Return the main text of a page, without navigation and advertisements; all of its text if no article is found."""
+    """Return the main text of an HTML page, without navigation and advertisements; all of its text if no article is
+    found."""
     import trafilatura  # with its parsers 0.4 s, and only searches that browse need it
 
     if "html" not in source[:50].lower():
@@ -147,7 +149,7 @@ def is_public(address: str) -> bool:
 
 
 def public_socket(target: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for a connection to ``target`` (family, type, protocol, name, address). aiohttp calls it for
+    """Return a new socket for a connection to ``target`` (family, type, protocol, name, address). aiohttp calls it for
     every connection, after names are resolved. Raises PermissionError if the address is not public."""
     host = target[4][0]
     if not is_public(host):

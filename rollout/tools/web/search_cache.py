@@ -25,7 +25,7 @@ _ADD = "INSERT INTO searches VALUES (?, ?, ?) ON CONFLICT (query) "
 
 
 class SearchCacheError(InfrastructureError):
-    """The file is damaged, or cannot be read or written now."""
+    """The file of a search cache is damaged, or cannot be read or written now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class CachedSearch:
 
 
 def cache_key(query: str) -> str:
-    """Return the query without double quotes, otherwise unchanged, as published. Half a surrogate pair, which no file
-    can hold, becomes "?".
+    """Return a search query as the cache stores it: without double quotes, otherwise unchanged, as published. Half a
+    surrogate pair, which no file can hold, becomes "?".
 
     >>> cache_key('who wrote "Emma"')
     'who wrote Emma'
@@ -45,8 +45,8 @@ def cache_key(query: str) -> str:
 
 
 class SearchCache:
-    """Texts (and documents) by query. A write is durable once ``store`` has returned, even if the process is killed
-    then.
+    """Caches search results (texts and documents) by query in an SQLite file. A write is durable once ``store`` has
+    returned, even if the process is killed then.
 
     Args:
         path: the SQLite file, made when it is missing; its folder must exist.
@@ -76,7 +76,8 @@ class SearchCache:
         return CachedSearch(text, None if documents is None else tuple(Document(*d) for d in json.loads(documents)))
 
     def store(self, query: str, text: str, documents: Sequence[Document] | None = None) -> None:
-        """Store a result; it replaces an earlier one. An empty text means a failure and is never stored."""
+        """Store the result of a search; it replaces an earlier one. An empty text means a failure and is never
+        stored."""
         if not text:
             return
         encoded = None if documents is None else json.dumps([astuple(document) for document in documents])
@@ -101,7 +102,8 @@ class SearchCache:
             return database.execute("SELECT count(*) FROM searches").fetchone()[0]
 
     def import_json(self, path: str | Path) -> int:
-        """Add the new entries of a ``search_cache.json`` and keep the known ones. Returns how many were added.
+        """Add the new entries of a ``search_cache.json`` to the cache and keep the known ones. Returns how many were
+        added.
 
         Raises ValueError when the file is not JSON or not of that shape (nothing is imported then), OSError when it
         cannot be read.
@@ -114,7 +116,7 @@ class SearchCache:
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """Open a connection for one transaction; a failure rolls back and names the file."""
+        """Context manager that opens the SQLite file for one transaction; a failure rolls back and names the file."""
         try:
             with closing(sqlite3.connect(self.path, timeout=_PATIENCE_S)) as connection, connection:
                 connection.execute(_TABLE)
@@ -128,7 +130,8 @@ def _storable(text: str) -> str:
 
 
 def read_published(path: Path) -> dict[str, str]:
-    """Read a ``search_cache.json``. Raises ValueError for anything but one object of texts, OSError as ``open``."""
+    """Return the texts by query in a published ``search_cache.json``. Raises ValueError for anything but one object of
+    texts, OSError as ``open``."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no UTF-8

@@ -29,8 +29,8 @@ _HAN_PER_WORD = 2  # most words of modern Chinese have two characters
 
 
 class BrightDataSearch:
-    """Search tool. Takes ``{"query": str}`` and returns a line "Page i: ..." per hit: the distinct, non-empty
-    descriptions in Bing's order.
+    """Searches the web through Bright Data. Takes ``{"query": str}`` and returns a line "Page i: ..." per hit: the
+    distinct, non-empty descriptions in Bing's order.
 
     The hits are also documents: the id is the link, the text the description, the score 1 / rank. Chinese queries
     are searched in Chinese, others in English. Equal queries at the same time share one request.
@@ -90,7 +90,8 @@ class BrightDataSearch:
         self._running = SharedCache(0)
 
     async def start(self) -> None:
-        """Raise ValueError without a key (unless offline), because the cache will lack some query."""
+        """Check that the API key is set. Raises ValueError without a key (unless offline), because the cache will lack
+        some query."""
         if self.offline:
             return
         try:
@@ -146,7 +147,7 @@ class BrightDataSearch:
         return message
 
     async def close(self) -> None:
-        """Close the connections; a later call opens new ones."""
+        """Close the HTTP connections; a later call opens new ones."""
         await self._session.close()
 
 
@@ -155,13 +156,15 @@ def _as_result(text: str, documents: tuple[Document, ...]) -> ToolResult:
 
 
 def _said_in_headers(answer: Answer) -> str:
-    """Return Bright Data's explanation of a failure (docs.brightdata.com, "Debugging SERP API")."""
+    """Return Bright Data's explanation of a failure, from the headers of its answer (docs.brightdata.com, "Debugging
+    SERP API")."""
     said = [v for k, v in answer.headers.items() if k.lower() in ("x-brd-error", "x-brd-error-code")]
     return f" ({'; '.join(said)})" if said else ""
 
 
 def is_chinese(query: str) -> bool:
-    """Return whether at least half of the words are Chinese, at two Han characters a word; False with Kana or Hangul.
+    """Return whether at least half of a query's words are Chinese, at two Han characters a word; False with Kana or
+    Hangul.
 
     The published code uses a language identifier; scripts are enough for these two languages.
     """
@@ -180,9 +183,9 @@ def bing_url(query: str, location: str) -> str:
 
 
 def parse_organic(body: str, max_results: int, result_length: int) -> tuple[Document, ...]:
-    """Return the hits of an answer ``{"general": ..., "organic": [{"description", "title", "link", ...}, ...]}``; a
-    page without hits may have no "organic". Raises ValueError for any other shape, without quoting the body, which may
-    hold the key."""
+    """Return the hits in a search service's answer ``{"general": ..., "organic": [{"description", "title", "link",
+    ...}, ...]}`` as documents; a page without hits may have no "organic". Raises ValueError for any other shape,
+    without quoting the body, which may hold the key."""
     try:
         page = whole(json.loads(body))
     except ValueError:
@@ -208,7 +211,7 @@ def _text(value: Any) -> str:
 
 
 def format_pages(documents: tuple[Document, ...]) -> str:
-    """Format hits as the published tool does.
+    """Return search hits as one text, as the published tool shows them.
 
     >>> format_pages((Document("", "", "A potter.", 1.0), Document("", "", "A harbor.", 0.5)))
     'Page 1: A potter.\\nPage 2: A harbor.'

@@ -14,7 +14,8 @@ LEFT_OUT = b"\n[... output left out ...]\n"
 
 
 class Program:
-    """One forked interpreter: warm until it receives a program, then watched until it ends."""
+    """One forked interpreter for one sandboxed program: warm until it receives the program, then watched until it
+    ends."""
 
     def __init__(self, origin: zygote.Zygote, number: int, kept: int) -> None:
         self.origin, self.number = origin, number
@@ -35,8 +36,8 @@ class Program:
         self.unread = memoryview(worker.LENGTH.pack(len(code)) + code + stdin)
 
     def feed(self) -> bool:
-        """Write to the program's standard input, as much as the pipe takes without blocking. Returns False when all
-        input is written."""
+        """Write program text and standard input to the process, as much as the pipe takes without blocking. Returns
+        False when all input is written."""
         try:
             while self.unread:
                 self.unread = self.unread[os.write(self.source, self.unread) :]
@@ -51,7 +52,7 @@ class Program:
         self.source = -1
 
     def read(self) -> bool:
-        """Read the program's output. Returns False at its end."""
+        """Read the program's output into the buffers. Returns False at its end."""
         try:
             data = os.read(self.output, 1 << 16)
         except BlockingIOError:
@@ -72,7 +73,8 @@ class Program:
             self.origin.stop(self.number)
 
     def result(self, code: int) -> dict:
-        """Return the result for the trainer. Called once, after the process has ended."""
+        """Return the program's status, exit code and output, for the trainer. Called once, after the process has
+        ended."""
         while self.size <= FLOOD and self.read() and select.select([self.output], [], [], 0)[0]:
             pass
         for fd in (self.output, self.source):

@@ -33,7 +33,7 @@ def _check(result: int, what: str) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """Make a system call. Raises OSError with the call's errno."""
+    """Make a Linux system call and return its result. Raises OSError with the call's errno."""
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
 
@@ -68,7 +68,8 @@ def bind(source: str, target: str) -> None:
 
 
 def enter_root(folder: str) -> None:
-    """Make a mounted folder the root, and detach the old one (pivot_root(2), "pivot_root('.', '.')")."""
+    """Make a mounted folder the root of the file system, and detach the old root (pivot_root(2), "pivot_root('.',
+    '.')")."""
     os.chdir(folder)
     syscall(SYS_PIVOT_ROOT, b".", b".")
     _check(libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
@@ -77,7 +78,7 @@ def enter_root(folder: str) -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, also those that a set-uid file could bring back."""
+    """Drop all capabilities of this process, also those that a set-uid file could bring back."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -93,7 +94,7 @@ _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 
 
 def landlock_version() -> int:
-    """Return Landlock's version; 0 without Landlock in the kernel."""
+    """Return the version of Landlock in the kernel; 0 without Landlock."""
     try:
         return syscall(SYS_LANDLOCK_CREATE, None, 0, 1)
     except OSError:
@@ -101,7 +102,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(readable: list[str], listable: list[str], devices: list[str]) -> int:
-    """Return a descriptor of Landlock rules that allow the given files and deny all others. New kernels also deny
+    """Return a file descriptor of Landlock rules that allow the given files and deny all others. New kernels also deny
     network and signals."""
     version = landlock_version()
     if version < 3:  # before, files could be truncated

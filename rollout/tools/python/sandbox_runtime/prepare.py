@@ -18,7 +18,8 @@ NAMESPACES = {
 
 
 def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Leave the trainer's namespaces one by one. Returns the names of those left, and reasons for the others."""
+    """Move this process out of the trainer's namespaces, one by one. Returns the names of those left, and reasons for
+    the others."""
     done, failures = [], {}
     if "namespaces" not in wanted:
         return done, {"namespaces": "not wanted"}
@@ -45,8 +46,8 @@ def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def takes_uid(uid: int) -> bool:
-    """Return whether programs can run as another user. Root can change its user outside of most user namespaces. Where
-    the old root stays in view, that user must be able to read the standard library."""
+    """Return whether sandboxed programs can run as user ``uid``. Root can change its user outside of most user
+    namespaces. Where the old root stays in view, that user must be able to read the standard library."""
     pid = os.fork()
     if not pid:
         try:
@@ -60,7 +61,8 @@ def takes_uid(uid: int) -> bool:
 
 
 def arrange(options: dict, mechanisms: list[str], failures: dict[str, str]) -> worker.Confinement:
-    """Load the library and enter the view. Returns the confinement that programs apply to themselves."""
+    """Load the standard library and restrict the file system. Returns the confinement that programs apply to
+    themselves."""
     wanted, paths = options["mechanisms"], options["paths"]
     sys.path += options["search"]
     view.preload(options["packages"])

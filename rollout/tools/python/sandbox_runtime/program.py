@@ -22,7 +22,7 @@ LIBRARY = f"python{sys.version_info[0]}.{sys.version_info[1]}{os.sep}"
 
 
 def with_echo(source: str) -> ast.Module:
-    """Parse the program and pass its last statement to ``sys.displayhook`` if that is an expression. Raises
+    """Parse a program so that its last statement is passed to ``sys.displayhook`` if that is an expression. Raises
     SyntaxError, ValueError (null characters), MemoryError or RecursionError (nested too deeply) for an invalid
     program."""
     tree = ast.parse(source, NAME)
@@ -44,7 +44,7 @@ def show(value: object) -> None:
 
 
 def short_traceback(error: BaseException) -> str:
-    """Return the traceback without our own frames and folders, innermost frames only."""
+    """Return an exception's traceback as text, without our own frames and folders, innermost frames only."""
     entry = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename != NAME:
         entry = entry.tb_next
@@ -110,7 +110,8 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _finish() -> int:
-    """Do the interpreter's last steps: wait for threads, call registered functions, flush."""
+    """Do the interpreter's last steps: wait for threads, call registered functions, flush. Returns 1 if one raises,
+    else 0."""
     wait = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]  # as CPython does at its own end
     for step in (wait, atexit._run_exitfuncs, lambda: sys.stdout.flush()):
         try:
@@ -126,7 +127,8 @@ def _finish() -> int:
 
 
 def fresh_streams() -> None:
-    """Open text streams over descriptors 0, 1 and 2. Invalid characters are written with backslashes."""
+    """Open new text streams for ``sys.stdin``, ``stdout`` and ``stderr`` over descriptors 0, 1 and 2. Invalid
+    characters are written with backslashes."""
     given = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
     sys.stdin = io.TextIOWrapper(given, encoding="utf-8", errors="surrogateescape")
     for name, fd in (("stdout", 1), ("stderr", 2)):

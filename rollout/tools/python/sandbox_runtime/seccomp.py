@@ -59,7 +59,8 @@ _DONE = _statement(RETURN, SECCOMP_ERRNO | 0)  # returns 0 and does nothing
 
 
 def _on(number: int, *body: bytes) -> bytes:
-    """Return ``body`` for one system call; it must return. Afterwards the number is still loaded for the next one."""
+    """Return filter code that runs ``body`` for one system call; it must return. Afterwards the number is still loaded
+    for the next one."""
     return _statement(JUMP_EQUAL, number, 0, len(body)) + b"".join(body)
 
 
@@ -72,7 +73,7 @@ def _any_of(*values: int, answer: bytes = _YES) -> list[bytes]:
 
 
 def build(pid: int, threads: bool, metadata: bool) -> bytes:
-    """Return the filter for the process ``pid``: signals reach only itself."""
+    """Return the seccomp filter for the process ``pid`` as bytes: signals reach only the process itself."""
     parts = [
         _statement(LOAD, 4),  # architecture: another one has other numbers
         _statement(JUMP_EQUAL, AUDIT_ARCH_X86_64, 1, 0),
@@ -110,7 +111,7 @@ def available() -> bool:
 
 
 def enter(pid: int, threads: bool, metadata: bool) -> None:
-    """Apply the filter to this thread and all that it starts. Needs no_new_privs."""
+    """Apply the seccomp filter to this thread and all that it starts. Needs no_new_privs."""
     code = build(pid, threads, metadata)
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))

@@ -50,7 +50,7 @@ class Server:
         self.watch(origin.statuses, self.look_for_ends)
 
     def serve(self, report: dict) -> None:
-        """Serve until the trainer closes its end. Then no program is left running."""
+        """Run programs until the trainer closes its end of the socket. Then no program is left running."""
         self.send(0, report)
         try:
             self._serve()
@@ -103,7 +103,8 @@ class Server:
             self.begin(id, self.queued.pop(id), program)
 
     def spawn(self) -> Program:
-        """Start a program's process. Raises OSError if no descriptors are left, here or on the machine."""
+        """Start and return a process for a later program. Raises OSError if no descriptors are left, here or on the
+        machine."""
         number = next(self.numbers) & 0xFFFFFFFF
         program = self.alive[number] = Program(self.origin, number, self.kept)
         return program
@@ -159,7 +160,7 @@ class Server:
             self.end(self.alive.pop(number), code)
 
     def end(self, program: Program, code: int) -> None:
-        """Handle the end of a process, whether it ran a program or waited for one."""
+        """Handle the end of a program's process, whether it ran a program or waited for one."""
         self.forget(program.output)
         self.forget(program.source)
         result = program.result(code)
@@ -187,7 +188,7 @@ class Server:
 
 
 def main() -> tuple[worker.Confinement, int, int] | None:
-    """Run the server. Returns only in the process of a program, with the arguments of `worker.run`."""
+    """Run the sandbox's server. Returns only in the process of a program, with the arguments of `worker.run`."""
     options = json.loads(sys.argv[1])
     control = options["control"]
     os.environ.clear()

@@ -24,7 +24,7 @@ COMMON = (
 
 
 def preload(packages: list[str]) -> None:
-    """Load every extension module of the standard library, so that no shared library is needed later, then the most
+    """Import every extension module of the standard library, so that no shared library is needed later, then the most
     common modules and ``packages``. Raises ImportError only for ``packages``."""
     try:
         ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread ends
@@ -47,7 +47,7 @@ _covered: list[str] = []
 
 
 def mounted(stage: str, packages: list[str]) -> None:
-    """Make the new root in the empty folder ``stage``, and enter it. Needs a separate mount namespace."""
+    """Make a new file system root in the empty folder ``stage``, and enter it. Needs a separate mount namespace."""
     linux.mount(None, "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("sandbox", stage, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.mkdir(f"{stage}/tmp")
@@ -64,8 +64,8 @@ def mounted(stage: str, packages: list[str]) -> None:
 
 
 def ruled(packages: list[str]) -> int:
-    """Return a descriptor of Landlock rules that allow the same files as this view. Raises OSError if the kernel has no
-    Landlock."""
+    """Return a file descriptor of Landlock rules that allow only the standard library, ``packages`` and a few devices.
+    Raises OSError if the kernel has no Landlock."""
     own = [f"{STDLIB}/{name}" for name in os.listdir(STDLIB) if name not in NOT_OURS]
     paths = [path for path in (*own, *OTHERS, *packages) if os.path.exists(path)]
     return linux.landlock_rules(paths, [STDLIB], [path for path in DEVICES if os.path.exists(path)])

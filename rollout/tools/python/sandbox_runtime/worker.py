@@ -22,7 +22,7 @@ OURS = ("child", "linux", "prepare", "program", "seccomp", "view", "worker", "zy
 
 @dataclass(frozen=True)
 class Confinement:
-    """How the server confines a program: means of isolation, users and limits."""
+    """How the sandbox's server confines a program: means of isolation, users and limits."""
 
     view: str  # "mounts", "landlock" or "none"
     rules: int  # Landlock's descriptor, -1 if none
@@ -36,7 +36,7 @@ class Confinement:
 
 
 def run(c: Confinement, source_fd: int, output_fd: int) -> None:
-    """Run the program. Never returns."""
+    """Confine this process, receive one program and run it. Never returns."""
     code = 1
     try:
         os.dup2(source_fd, 0)
@@ -68,7 +68,8 @@ def _read(size: int) -> bytes:
 
 
 def confine(c: Confinement) -> None:
-    """Confine this process. The seccomp filter comes last, because it forbids most of the steps before it."""
+    """Confine this process by all available means. The seccomp filter comes last, because it forbids most of the steps
+    before it."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.closerange(3, max(c.rules, 3))

@@ -21,13 +21,14 @@ STATUS = struct.Struct("<Ii")  # number, exit code as of os.waitstatus_to_exitco
 
 
 class Zygote:
-    """The zygote is a process that forks the programs' processes. This is the server's end of the connection to it."""
+    """The server's connection to the zygote, the process that forks the programs' processes."""
 
     def __init__(self, pid: int, requests: socket.socket, statuses: int) -> None:
         self.pid, self.requests, self.statuses = pid, requests, statuses
 
     def start(self, number: int) -> tuple[int, int]:
-        """Start a process. Returns descriptors to write its program and to read its output. Raises OSError."""
+        """Start a program's process. Returns file descriptors to write its program and to read its output. Raises
+        OSError."""
         fds: list[int] = []
         try:
             fds += os.pipe()
@@ -47,21 +48,21 @@ class Zygote:
         self.requests.send(REQUEST.pack(number, False))
 
     def ended(self) -> list[tuple[int, int]]:
-        """Wait for ended processes, at least one. Returns their numbers and exit codes."""
+        """Wait until at least one program's process has ended. Returns (number, exit code) of each that has."""
         data = os.read(self.statuses, 1024 * STATUS.size)  # whole records: small writes to a pipe are atomic
         if not data:
             raise RuntimeError("the process that programs are forked from ended")
         return list(STATUS.iter_unpack(data))
 
     def close(self) -> None:
-        """End the zygote and every program. Returns when all are gone."""
+        """End the zygote process and every program. Returns when all are gone."""
         self.requests.close()
         os.waitpid(self.pid, 0)
 
 
 def begin(control: int) -> Zygote | tuple[int, int]:
-    """Fork the zygote. Returns in the server its end, and in every program's process the descriptors to read the
-    program from and to write to. ``control`` belongs to the server."""
+    """Fork the zygote, the process that forks programs. Returns in the server the connection to it, and in every
+    program's process the descriptors to read the program from and to write to. ``control`` belongs to the server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told, tell = os.pipe()
     pid = os.fork()
