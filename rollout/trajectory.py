@@ -226,7 +226,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A span of sampled tokens, the action parsed from it, and the span of the observation that follows."""
+    """One turn of the model: a span of sampled tokens, the action parsed from it, and the span of the observation that
+    follows."""
 
     start: int
     end: int

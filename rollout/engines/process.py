@@ -208,8 +208,8 @@ class EngineProcess:
         between_steps: bool = True,
         keep: WeightFiles | None = None,
     ) -> None:
-        """Make one call of vLLM's weight transfer. The engine samples nothing between the transfer's start and its
-        finish.
+        """Make one call of vLLM's weight transfer API in the child process. The engine samples nothing between the
+        transfer's start and its finish.
 
         Args:
             version: of the new weights, with the last call.
@@ -465,7 +465,7 @@ class EngineProcess:
         return "its folder's weights" if self._version is None else f"the weights of version {self._version}"
 
     def _suspect(self, why: str) -> None:
-        """Count a child's death against the messages in flight. A message with which two children died fails, if it is
+        """Count a child's death against each message in flight. A message with which two children died fails, if it is
         the only one."""
         for asked in self._asked.values():
             asked.deaths += asked.sent
@@ -488,8 +488,8 @@ class EngineProcess:
                         self._send_to_child("cancel", number)
 
     def restore(self, child: Child) -> None:
-        """Give a new child process the state of the dead one: its weights, compared by checksum, and its sleep. Raises
-        as `Child.ask`."""
+        """Bring a new child process into the dead one's state: load its weights, compared by checksum, and sleep if it
+        slept. Raises as `Child.ask`."""
         with self._lock:
             version, kept, asleep = self._version, None if self._lost else self._kept, self._asleep
             falling = self._loading is not None and self._asked[self._loading].message[0] == "sleep"

@@ -42,7 +42,7 @@ class Owner(Protocol):
         ...
 
     def restore(self, child: Child) -> None:
-        """Give a new child process the weights that the dead one held, and its state of sleep."""
+        """Give a new child process the weights that the dead one held, and put it to sleep if that one slept."""
         ...
 
     def child_ready(self, child: Child, info: dict[str, Any]) -> None:

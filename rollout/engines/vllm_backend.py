@@ -39,7 +39,7 @@ class StopStrings:
         self.ends = lru_cache(_SETS)(self._find_ends)
 
     def can_find(self, stop: tuple[str, ...]) -> bool:
-        """Return whether these stop strings can be found here. Otherwise vLLM must decode, because at spaces and within
+        """Return whether this class can find the stop strings. Otherwise vLLM must decode, because at spaces and within
         characters a token's text depends on its neighbours."""
         return self._tokenizer is not None and all(s and s.isascii() and s == s.strip() for s in stop)
 
@@ -78,7 +78,7 @@ class SampledTokens:
         return len(self.output_token_ids)
 
     def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
-        """Append sampled tokens. Returns the stop string that one of them completes, or None; later tokens are
+        """Append sampled token ids, and return the stop string that one of them completes, or None. Later tokens are
         dropped."""
         for token in new_token_ids:
             self.output_token_ids.append(token)
@@ -164,8 +164,8 @@ class WorkerExtension:
             cache.zero_()
 
     def report_untruncated_logprobs(self) -> bool:
-        """Report log-probs before top-k and top-p; vLLM's "processed_logprobs" are those after. Returns False, with no
-        change, for an unknown sampler."""
+        """Let vLLM report log-probs before top-k and top-p; its "processed_logprobs" are those after. Returns False,
+        with no change, for an unknown sampler."""
         sampler: Any = getattr(self.model_runner, "sampler", None)
         if hasattr(sampler, "topk_topp_sampler"):
             _report_untruncated_v1(sampler.topk_topp_sampler)
@@ -205,7 +205,7 @@ def _report_untruncated_v2(sampler: Any) -> None:
 
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
-    """Configure vLLM for a machine without a GPU. Returns arguments of ``EngineArgs``."""
+    """Configure vLLM for a machine without a GPU, and return further arguments of ``EngineArgs``."""
     # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner
@@ -358,8 +358,8 @@ class VLLMBackend:
         self._recompute()
 
     def transfer(self, method: str, arguments: dict[str, Any]) -> None:
-        """Make one call of vLLM's weight transfer (vllm/v1/worker/gpu_worker.py). Between start and finish the model is
-        incomplete, and `step` must not be called."""
+        """Make one call of vLLM's weight transfer API (vllm/v1/worker/gpu_worker.py). Between start and finish the
+        model is incomplete, and `step` must not be called."""
         if method not in TRANSFER_METHODS:
             raise ValueError(
                 f"{method} is not a call of a weight transfer; expected one of {', '.join(TRANSFER_METHODS)}"

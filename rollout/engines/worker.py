@@ -68,7 +68,8 @@ class Backend(Protocol):
     def transfer(self, method: str, arguments: dict[str, Any]) -> None: ...
 
     def sleep(self) -> None:
-        """Free the device memory. No request is in flight. An exception here or in `wake_up` ends the process."""
+        """Free the engine's device memory. No request is in flight. An exception here or in `wake_up` ends the
+        process."""
         ...
 
     def wake_up(self, part: str) -> None:
@@ -227,7 +228,8 @@ def _update(pipe: _Pipe, backend: Backend, incomplete: bool, kind: str, number: 
 
 
 def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str | None:
-    """Load weight files into the backend. Returns why they were refused, with the model unchanged, or None."""
+    """Load weight files into the backend, and return why they were refused, or None. A refusal leaves the model
+    unchanged."""
     from rollout.engines.weights.files import WeightFiles
 
     files = WeightFiles(paths)
@@ -242,7 +244,7 @@ def _load(backend: Backend, paths: list[str], version: int, verify: bool) -> str
 
 
 def _transfer(backend: Backend, method: str, arguments: dict[str, Any], version: int | None) -> str | None:
-    """Make one call of a weight transfer in the backend. Returns the backend's error, or None."""
+    """Make one call of a weight transfer in the backend, and return its error as a text, or None."""
     try:
         backend.transfer(method, arguments)
     except Exception:  # the engine stays incomplete until all weights are pushed; the parent ensures that

@@ -199,7 +199,8 @@ class AgentLoop:
         at: int = 0,
         key: int | str | None = None,
     ) -> Trajectory:
-        """Roll out one trajectory, or with ``start`` a branch that shares its first ``at`` response tokens.
+        """Roll out and return one trajectory. With ``start`` (another trajectory) it is a fork that shares the first
+        ``at`` response tokens.
 
         Awaits the callbacks of ``request.hooks`` on the way. A failing service or environment ends the trajectory with
         INFRASTRUCTURE; its tokens are kept. Raises EngineGone, and any other exception (a bug, a wrong configuration).

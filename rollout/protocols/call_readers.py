@@ -295,7 +295,8 @@ def choose_reader(chat: ChatBoundaries, call_format: str, schemas: Sequence[dict
 
 
 def _groups(call_format: str) -> Iterator[list[str]]:
-    """Yield lists of names of call formats to try. vLLM's come last, because importing them takes seconds."""
+    """Yield lists of names of call formats to try, one list after the other. vLLM's come last, because importing them
+    takes seconds."""
     if call_format != "auto":
         yield [call_format]
     else:

@@ -156,9 +156,9 @@ class ChatBoundaries:
         return all(content in text for content in texts)
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with control tokens quoted (``Quotes``). Contents of tools are untrusted, so all their
-        tags are quoted. Of other contents only control tokens are quoted, because a prompt may ask for ``<think>``;
-        quote untrusted text in them before."""
+        """Return the messages with control tokens quoted (``Quotes``), so that they become ordinary text. Contents of
+        tools are untrusted, so all their tags are quoted. Of other contents only control tokens are quoted, because a
+        prompt may ask for ``<think>``; quote untrusted text in them before."""
         quote = {"tool": self.quotes.quote}
         return [{**m, "content": quote.get(m["role"], self.quotes.quote_special)(m["content"])} for m in messages]
 
@@ -188,7 +188,8 @@ class ChatBoundaries:
         return {"name": function["name"], "arguments": arguments}
 
     def message(self, calls: Sequence[ToolRequest], quote: Callable[[str], str] = str) -> Message:
-        """Return an assistant message with these tool calls. ``quote`` is applied to arguments that are texts."""
+        """Return an assistant's chat message with the tool ``calls``. ``quote`` is applied to arguments that are
+        texts."""
         written = [
             {"type": "function", "function": {"name": call.name, "arguments": _mapped(call.arguments, quote)}}
             for call in calls

@@ -158,8 +158,8 @@ class EpisodeProtocol(TextProtocol):
         return " ".join(str(call.arguments.get("action", "")) for call in action.calls)
 
     def _shown(self, text: str) -> str:
-        """Return a page's text without its parts up to the instruction, which the prompt has. In brackets each part has
-        quotes, as verl-agent shows WebShop's pages."""
+        """Return an observation as the prompt shows it. A shop's page loses the parts up to the instruction, which the
+        prompt has. In brackets each part has quotes, as verl-agent shows WebShop's pages."""
         if self.form == "search" or PAGE_BREAK not in text:
             return text.strip()
         quote = "'" if self.form == "brackets" else ""

@@ -196,7 +196,7 @@ class HermesProtocol(TextProtocol):
         return [{"role": role, "content": self.chat.quotes.quote(text)} for text in texts]
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the action of one turn's text; see the class."""
+        """Return the action of one turn's text (call, answer or invalid); see the class."""
         turn, ended = self.chat.without_end(text)
         if not ended:
             return Action(ActionKind.INVALID, error=CUT, ended=False)
@@ -215,7 +215,7 @@ class HermesProtocol(TextProtocol):
         return Action(ActionKind.CALL, calls[:limit], error=note)
 
     def observation_ids(self, action: Action, results: Sequence[ToolResult], budget: int) -> tuple[list[int], bool]:
-        """Return the token ids from the end of a turn up to the model's next token, and whether text was cut.
+        """Return the token ids of a turn's tool results, up to the model's next token, and whether text was cut.
 
         They have the end of the turn if the model did not write it, a tool message for each result and one for
         ``action.error``, and the header of the next turn. A small budget leaves out the middle of the longest texts.

@@ -160,8 +160,8 @@ def eos_token_ids(folder: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
-    """Raise ValueError if ``thinking`` (the template's ``enable_thinking``) is set for a template that does not know it
-    and thinks otherwise.
+    """Raise ValueError if a chat template without ``enable_thinking`` does not do what the option ``thinking`` asks
+    for.
 
     Args:
         opened: the template's header opens the thinking.

@@ -36,7 +36,7 @@ class AsyncReward(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release resources. Idempotent; a later use starts again."""
+        """Release the reward's resources. Idempotent; a later use starts again."""
         ...
 
 
@@ -55,7 +55,7 @@ class Scorer:
         self._lock = threading.Lock()  # every waiting trajectory has a thread
 
     async def score(self, trajectory: Trajectory) -> Reward:
-        """Return the trajectory's reward; a bare number is its total.
+        """Score a trajectory and return its reward. A bare number becomes the reward's total.
 
         Raises:
             RewardError: the reward returned something else, or a total or part that is not a finite number.

@@ -62,8 +62,8 @@ def overlong(length: int, limit: int, buffer: int, penalty: float) -> float:
 
 
 class ReasoningReward:
-    r"""Reward of -1 or 1 for mathematics and choices. For programs it is the share of tests passed, or -1 without a
-    program.
+    r"""Reward of -1 or 1 for mathematics and multiple choice. For programs it is the share of tests passed, or -1
+    without a program.
 
     The task's ability decides (see ``ability``). A solution's program is the last ```python block of the last turn, if
     that is an answer; its tests are ``task.metadata["tests"]`` (``code.solution_tests``). Other trajectories have no
@@ -123,7 +123,7 @@ class ReasoningReward:
         self.tokenizer = load_tokenizer(tokenizer)
 
     async def start(self) -> None:
-        """Start the runner of programs; a sandbox that is not tight fails here."""
+        """Start the runner of programs. A sandbox that cannot protect the machine fails here."""
         if self.code is not None:
             await self.code.start()
 

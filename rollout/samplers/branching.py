@@ -102,13 +102,14 @@ class BranchingSampler:
         return min(max(self.branch_probability + self.entropy_weight * change, 0.0), 1.0)
 
     def entropy(self, generation: Generation, vocabulary: int) -> float:
-        """Return the entropy of the first tokens of ``generation``, in the scale of the released code."""
+        """Return the entropy of the first tokens of ``generation``, in the scale of ARPO's released code."""
         if self.variant == "lock_step":
             return released_entropy(generation, self.first_tokens, vocabulary)
         return self.scale(vocabulary) * (first_tokens_entropy(generation.top_logprobs, self.first_tokens) or 0.0)
 
     def scale(self, vocabulary: int) -> float:
-        """Return the factor from a mean over tokens in nats (``Turn.entropy``) to the scale of the released code."""
+        """Return the factor that converts a mean entropy in nats (``Turn.entropy``) to the scale of ARPO's released
+        code."""
         return self.first_tokens / math.log(vocabulary)
 
 

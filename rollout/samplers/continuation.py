@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # a configuration cannot contain a trajectory
 
 
 class ContinuationSampler:
-    """Continues a given beginning of a trajectory ``n`` times per group.
+    """Samples ``n`` continuations of one given beginning of a trajectory per group.
 
     Args:
         prefixes: task id -> a finished trajectory and the response offset to continue from, at the start of a turn.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundRobinClient:
-    """Sends each request to the next of several equal addresses.
+    """HTTP client that sends each request to the next of several equal services.
 
     After a connection error, a missed deadline, or status 429 or 5xx, the request goes to the next URL. The pause is
     ``backoff * 2**attempt`` seconds, times a random factor between 0.5 and 1.5, or the seconds of a Retry-After header

@@ -106,7 +106,8 @@ class Full(SkillRetriever):
 
 
 class TaskType(SkillRetriever):
-    """Selects general skills and those of the task's true type: ``task.data_source`` by the bank's ``task_to_skill``.
+    """Selects general skills and those of the task's true type, which the bank's ``task_to_skill`` gives for
+    ``task.data_source``.
 
     It is an oracle, because no evaluation task reveals its type; the released code reads it from the path of the game.
     A data source that the bank does not map is an error.

@@ -13,7 +13,7 @@ from rollout.trajectory import InfrastructureError, RewardError, ToolResult
 
 
 class OwnFault(Exception):
-    """User code raised an exception; the message names the exception."""
+    """User code (a tool or an environment) raised an exception; the message names the exception."""
 
 
 @contextmanager

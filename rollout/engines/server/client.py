@@ -33,7 +33,7 @@ class ServerWeightState:
 
     @classmethod
     def new(cls, version: int, paths: Sequence[str] = ()) -> ServerWeightState:
-        """Return the state after a new weight push, with a unique tag."""
+        """Return the identification of a new push's weights, with a unique tag."""
         return cls(uuid.uuid4().hex, version, tuple(paths))
 
 

@@ -106,15 +106,15 @@ class ServerPool:
             self._affinity.remember(ids, server)
 
     def choose(self, ids: Sequence[int]) -> ServerClient | None:
-        """Return the server that sampled the beginning of the token ``ids``, or the least busy one (None: no server
-        serves)."""
+        """Return the engine server that sampled the beginning of the token ``ids``, or the least busy one (None: no
+        server serves)."""
         serving = self.serving
         owner = self._affinity.find(ids) if len(serving) > 1 else None
         return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
 
     async def wait(self, until: float) -> None:
-        """Wait until the state of a server changes. Raises InfrastructureError at the time ``until``, ValueError if no
-        server will serve."""
+        """Wait until the state of an engine server changes. Raises InfrastructureError at the time ``until``,
+        ValueError if no server will serve."""
         if self._foreign and self.held.tag == START:
             raise ValueError(self._foreign)
         left = until - time.monotonic()
@@ -127,11 +127,11 @@ class ServerPool:
             await asyncio.wait_for(self._changed.wait(), left)
 
     def nobody(self) -> str:
-        """Return a message that no server serves, with each server's reason."""
+        """Return the error message that no engine server serves, with each server's reason."""
         return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
 
     def lose(self, server: ServerClient, why: str) -> None:
-        """Send no more requests to a server, and check the server until it is back."""
+        """Send no more requests to an engine server, and check the server until it is back."""
         if server.lost is None:
             logger.warning("engine server %s is lost (%s); its requests go to other servers, or wait", server, why)
         server.lost = why
@@ -156,7 +156,7 @@ class ServerPool:
             await asyncio.sleep(pause)
 
     async def _recover(self, server: ServerClient) -> None:
-        """Let a lost server load the right weights, unless it has them. Raises the reason if it cannot serve."""
+        """Let a lost engine server load the right weights, unless it has them. Raises the reason if it cannot serve."""
         health, held = await self.check(server), self.held
         if health["weights"] == held.tag and not health["refusal"]:
             return
@@ -219,7 +219,7 @@ class ServerPool:
         return health
 
     def _wake(self) -> None:
-        """Let all waiting requests check again."""
+        """Let all requests that wait for an engine server check again."""
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 

@@ -205,13 +205,14 @@ class EngineServer:
         self._awaited = later(SENDER_S, *lost) if self.weights.sending else None
 
     def _restart_engine(self, why: str, pid: int | None = None) -> None:
-        """Replace the engine's process. ``pid``: only if this is still the process."""
+        """Replace the engine's child process by a new one. ``pid``: only if this is still the process."""
         if pid in (None, self._engine.pid):
             self._engine.restart(why)
         self.weights.give_up()
 
     async def _drain(self) -> None:
-        """Wait for the requests in flight, and admit no others meanwhile. Cancelled when the client hangs up."""
+        """Wait until the engine has finished the requests in flight, and admit no others meanwhile. Cancelled when the
+        client hangs up."""
         self._open.clear()
         try:
             await self._quiet.wait()
@@ -229,8 +230,8 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def make_engine(description: str) -> EngineProcess:
-    """Make an engine from ``{"class_path": ..., "init_args": {...}}`` as JSON. Raises ValueError unless the class is an
-    `EngineProcess`."""
+    """Make an engine from JSON text, ``{"class_path": ..., "init_args": {...}}``. Raises ValueError unless the class is
+    an `EngineProcess`."""
     config = json.loads(description)
     module, _, name = config["class_path"].rpartition(".")
     engine = getattr(importlib.import_module(module), name)(**config.get("init_args", {}))

@@ -18,7 +18,7 @@ SEEN_BYTES = 4096  # largest test file of a trainer
 
 
 class WeightsMoved(Exception):
-    """The server received other weights since the sender checked."""
+    """The engine server has received other weights since the sender checked it."""
 
 
 class ServerWeights:
@@ -37,7 +37,7 @@ class ServerWeights:
 
     @property
     def instance(self) -> str:
-        """An id that changes with each process of the engine."""
+        """An id of the engine's process, which is new after each restart."""
         return f"{self._id}-{self._engine.pid}"
 
     @property

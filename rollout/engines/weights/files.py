@@ -41,7 +41,8 @@ class WeightFiles:
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]], checksum: bool = False) -> WeightFiles:
-        """Copy weights into new safetensors files, and return these. The caller deletes them with `remove`.
+        """Copy weights into new safetensors files, and return them as ``WeightFiles``. The caller deletes them with
+        `remove`.
 
         Args:
             checksum: store the tensors' checksums in the files, for `verify`.
@@ -104,7 +105,7 @@ class WeightFiles:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the files that this object wrote. Other files stay."""
+        """Delete the weight files that this object wrote. Other files stay."""
         for path in self._written:
             Path(path).unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ Submit = Callable[[Coroutine[Any, Any, Any]], Future[Any]]
 
 
 def memory_of(device: torch.device) -> str:
-    """Return an id of a device's memory, equal in all processes, whatever CUDA_VISIBLE_DEVICES is."""
+    """Return an id (text) of a device's memory, equal in all processes, whatever CUDA_VISIBLE_DEVICES is."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

@@ -42,7 +42,7 @@ def cases(program: str, tests: Mapping[str, Any], as_released: bool) -> list[Cas
 
 
 def form(tests: Mapping[str, Any], as_released: bool) -> str:
-    """Return the name of the function in ``harness`` that runs a program in tests of this form."""
+    """Return the name of the ``harness`` function that runs a program, by the form of its tests."""
     of_functions = tests.get("fn_name") is not None
     if as_released:
         return "function" if of_functions else "whole_program"

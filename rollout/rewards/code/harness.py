@@ -164,7 +164,8 @@ def _as_checked(source, name):
 
 
 def whole_program(text):
-    """Run a script. Its errors are dropped, so that the output is what it printed; the exit code shows failures."""
+    """Run a solution as a script. Its errors are dropped, so that the output is what it printed; the exit code shows
+    failures."""
     _silence(2)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)

@@ -261,7 +261,8 @@ class CodeTests:
         return [known[index] for index in range(len(todo))]
 
     async def _outcome_of(self, index: int, case: Case | Assertion, known: dict[int, TestOutcome]) -> None:
-        """Put the outcome of the test at ``index`` into ``known``. Skip the run once earlier tests decide it."""
+        """Run one test and put its outcome into the dict ``known`` under its ``index``. Skip the run once earlier tests
+        decide it."""
 
         def decided() -> bool:
             return self._given_up(outcome for earlier, outcome in known.items() if earlier < index)

@@ -94,8 +94,8 @@ class LocalSandbox:
         return self._protections
 
     async def start(self) -> None:
-        """Start the sandbox's server and test its protections. Raises InfrastructureError, or UnprotectedError if it is
-        not tight."""
+        """Start the sandbox's server and test its protections. Raises InfrastructureError, or UnprotectedError if an
+        essential protection is missing."""
         starting, _ = self._held.get()
         async with starting:
             if self._server is not None and self._server.failure is None:

@@ -79,7 +79,7 @@ class PythonTool:
         return self.runner.concurrency if isinstance(self.runner, Bounded) else sys.maxsize
 
     async def start(self) -> None:
-        """Start the runner of programs; a sandbox that is not tight fails here (``UnprotectedError``)."""
+        """Start the runner of programs. A sandbox that cannot protect the machine fails here (``UnprotectedError``)."""
         if isinstance(self.runner, Startable):
             await self.runner.start()
 

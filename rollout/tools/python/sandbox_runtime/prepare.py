@@ -18,8 +18,8 @@ NAMESPACES = {
 
 
 def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Move this process out of the trainer's namespaces, one by one. Returns the names of those left, and reasons for
-    the others."""
+    """Move this process out of the trainer's namespaces, one by one. Returns the names of the namespaces that it has
+    left, and reasons for the others."""
     done, failures = [], {}
     if "namespaces" not in wanted:
         return done, {"namespaces": "not wanted"}
