@@ -25,9 +25,9 @@ import lightning as L
 import torch
 
 from benchmarks.gpu.frame import ROOT, Finding, Setting
+from benchmarks.gpu.searches import EveryTurnSearches, SlowSearch
 from benchmarks.gpu.shapes import RewardInTurn, make_questions, model_folder
 from benchmarks.gpu.training import QUIET, Weights, precision
-from benchmarks.searches import EveryTurnSearches, SlowSearch
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from callbacks.training.throughput import Throughput
 from callbacks.training.weight_sync import PROBE_TEXT, WeightSync, generation_gap

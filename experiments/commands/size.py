@@ -13,6 +13,7 @@ from typing import Any
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.machine import assume_gpu
 from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
 from experiments.registry.sizing import Adapters, Run, Strategy, Training
 from experiments.stages.context import RunContext
@@ -65,7 +66,8 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
             f"no GPU '{args.gpu}' is known{nearest(args.gpu, GPU_SPECS)}; there are: {', '.join(GPU_SPECS)}"
         )
     counts = numbers("--gpus", args.gpus, GPUS, least=1)
-    stage = make_graph(context).target()
+    with assume_gpu():
+        stage = make_graph(context).target()
     if stage.kind != "fit":
         raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing; name one that trains")
     chip, module = GPU_SPECS[args.gpu], module_of(stage)

@@ -52,19 +52,19 @@ KINDS = ("fit", "test", "task")
 RENAMED = {"paths": "turn_scores", "trainer.callbacks": "turn_divergence"}
 
 _stage_reference: ContextVar[Callable[[str], str]] = ContextVar("stage_reference")
-_machine: ContextVar[tuple[str, Config]] = ContextVar("machine")  # the kind of device, and the options that follow it
+_chosen: ContextVar[Config] = ContextVar("chosen")  # the options that follow the device, with their values
 
 
 def _resolve_stage(name: str) -> str:
     return _stage_reference.get()(name)
 
 
-def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any) -> Any:
-    """Resolve the reference ``${per_device:GPU,CPU}`` to its value for this machine. A third value is for processors
-    that compute in bfloat16."""
-    device, chosen = _machine.get()
+def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any, _root_: Any) -> Any:
+    """Resolve ``${per_device:GPU,CPU}``, or with a third value for processors that compute in bfloat16."""
+    places = ("trainer.accelerator", "values.accelerator")
+    device = device_of(next((name for place in places if (name := OmegaConf.select(_root_, place))), None))
     value = gpu if device == "gpu" else cpu if with_bfloat16 is None or not cpu_has_bfloat16() else with_bfloat16
-    chosen |= {"device": device, str(_node_._key()): value}
+    _chosen.get().update({"device": device, str(_node_._key()): value})
     return value
 
 
@@ -201,9 +201,8 @@ def resolve(
     OmegaConf.register_resolver("stage", _resolve_stage, replace=True, use_cache=False)
     OmegaConf.register_resolver("per_device", _per_device, replace=True, use_cache=False)
     OmegaConf.register_resolver("cpu_cores", cpu_cores, replace=True, use_cache=False)
-    accelerator = _at(config, "trainer.accelerator") or _at(config, "values.accelerator")
     token = _stage_reference.set(stage)
-    machine = _machine.set((device_of(accelerator), {} if chosen is None else chosen))
+    machine = _chosen.set({} if chosen is None else chosen)
     try:
         tree = OmegaConf.create(config)
         resolved: Config = {}
@@ -224,7 +223,7 @@ def resolve(
         ) from None
     finally:
         _stage_reference.reset(token)
-        _machine.reset(machine)
+        _chosen.reset(machine)
     callbacks = (resolved.get("trainer") or {}).get("callbacks")
     if isinstance(callbacks, dict):
         resolved["trainer"]["callbacks"] = [c for c in callbacks.values() if c is not None]

@@ -9,6 +9,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +34,24 @@ for exact, found in (
 """
 
 
+_assumed: ContextVar[bool] = ContextVar("assumed_gpu", default=False)
+
+
+@contextmanager
+def assume_gpu() -> Iterator[None]:
+    """Let ``accelerator: auto`` mean a GPU inside the block, to estimate the runs of another machine."""
+    token = _assumed.set(True)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def device_of(accelerator: Any) -> Literal["gpu", "cpu"]:
     """Return the kind of device that ``trainer.accelerator`` trains on. ``auto``: a GPU if torch can use one."""
     if accelerator in GPU_NAMES:
         return "gpu"
-    return "gpu" if accelerator in (None, "auto") and _has_gpu() else "cpu"
+    return "gpu" if accelerator in (None, "auto") and (_assumed.get() or _has_gpu()) else "cpu"
 
 
 def _has_gpu() -> bool:

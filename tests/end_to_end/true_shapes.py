@@ -59,7 +59,7 @@ class Recipe:
     options: tuple[str, ...]  # FOLDER is where models and questions lie
 
 
-SEARCHES = ("--data.rollouts.environment.tools.search=benchmarks.searches.SlowSearch",
+SEARCHES = ("--data.rollouts.environment.tools.search=benchmarks.gpu.searches.SlowSearch",
             "--data.rollouts.environment.tools.search.median_s=0.01")  # fmt: skip
 POLICY = ("--model.policy=FOLDER/model", "--paths.base=FOLDER/model")
 QUESTIONS = ("--paths.questions=FOLDER", "--paths.retriever=RETRIEVER")

@@ -12,7 +12,7 @@ from tests.end_to_end.test_own_data import write_own
 @pytest.fixture
 def words(tmp_path, monkeypatch, model_dir):
     monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "out"))
-    return ["check-data", "my_grpo", f"--paths.model={model_dir}", *write_own(tmp_path)]
+    return ["check-data", "my_grpo", "--values.accelerator=cuda", f"--paths.model={model_dir}", *write_own(tmp_path)]
 
 
 def test_good_data_are_counted_and_shown(words, tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_a_pickle_of_anything_else_is_refused_unloaded(tmp_path, protocol):
     pickle.loads(zlib.decompress(base64.b64decode(harmful)))  # the control: loading it does something
     (tmp_path / "made").rmdir()
     for text in (harmful, packed(["a text"], protocol), packed(7, protocol), packed(b"bytes", protocol)):
-        with pytest.raises(ValueError, match="something else than one text"):
+        with pytest.raises(ValueError, match="whose pickle is not one text"):
             unpacked(text)
     assert not (tmp_path / "made").exists()
 
@@ -130,7 +130,7 @@ def test_what_is_not_packed_is_refused(monkeypatch):
         (official(public_test_cases=cases(("1", "2"), kind="functional")), "no func_name in the metadata"),
         (official(public_test_cases='[{"input": "1"}]'), "public_test_cases that are not all {input, output}"),
         (official(private_test_cases=packed("no JSON")), "private_test_cases that cannot be read as JSON"),
-        (official(private_test_cases=packed([1])), "something else than one text"),
+        (official(private_test_cases=packed([1])), "whose pickle is not one text"),
         (of_sod(reward_model="{"), "reward_model that cannot be read as JSON"),
         (of_sod(reward_model='{"ground_truth": {"inputs": ["1"], "outputs": []}}'), "not as many outputs as inputs"),
     ],

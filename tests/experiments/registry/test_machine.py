@@ -65,7 +65,13 @@ def test_a_value_follows_the_accelerator_and_is_told(monkeypatch):
     assert chosen == {"device": "cpu", "precision": "32-true", "tokens": 2048, "bytes": 16}
     monkeypatch.setattr("experiments.registry.compose.cpu_has_bfloat16", lambda: True)
     assert resolve(config, str)["trainer"]["precision"] == "bf16-mixed"
-    config["trainer"]["accelerator"] = "cuda"
+    config |= {"values": {"accelerator": "auto"}}
+    config["trainer"]["accelerator"] = "${values.accelerator}"
+    monkeypatch.setattr(GPU, lambda: False)
+    assert resolve(config, str)["model"]["tokens"] == 2048
+    with machine.assume_gpu():  # `make size`, on any machine
+        assert resolve(config, str)["model"]["tokens"] == 8192
+    config["values"]["accelerator"] = "cuda"
     assert resolve(config, str)["model"] == {"tokens": 8192, "bytes": None, "cores": len(os.sched_getaffinity(0))}
     task = {"values": {"accelerator": "cuda"}, "task": {"tokens": "${per_device:8192,2048}"}}
     assert resolve(task, str)["task"]["tokens"] == 8192
