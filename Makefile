@@ -78,10 +78,10 @@ lint: setup ## run ruff, pyright and the import contract
 	@.venv/bin/pyright --pythonpath $(PY)
 	@.venv/bin/lint-imports
 
-test: setup ## run the fast tests, 5 minutes; ARGS="tests/rollout -k parse"
+test: setup ## run the fast tests, 8 minutes; ARGS="tests/rollout -k parse"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup ## run all tests (ranks, servers, every experiment), 20 minutes
+test-all: setup ## run all tests (ranks, servers, every experiment), 60 minutes
 	@$(PYTEST) $(ARGS)
 
 chaos: setup ## inject random faults into small runs, 60 min; SEED=0 FAULTS=100

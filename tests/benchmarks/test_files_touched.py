@@ -1,11 +1,5 @@
 """The counts of files come from real runs, here with the shortest inputs."""
 
-import re
-import subprocess
-import sys
-
-import pytest
-
 from benchmarks.files_touched import Call, calculates, reached, returns, value_is_used
 from experiments.registry.project import ROOT
 
@@ -38,14 +32,3 @@ def test_logging_and_bookkeeping_are_no_part_of_a_loss():
     assert value_is_used(file, used)
     assert calculates(file, "GRPO.loss")
     assert not calculates(file, "GRPO.check_data")
-
-
-@pytest.mark.slow
-def test_prints_each_count(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.files_touched", *SHORT, f"--paths.outputs={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counted = dict(re.findall(r"^\| ([^|]+) \| ([0-9]+) files", done.stdout, re.M))
-    for name in ("GRPO", "SOD"):
-        assert 0 < int(counted[f"loss of {name}"]) < int(counted[f"batch of {name}"])
-    assert len(re.findall(r"stage (?:started|ready): [0-9]+ packages, [0-9]+ returns", done.stdout)) == 2
