@@ -233,15 +233,15 @@ def test_refused_weights_change_nothing_but_are_gathered_to_the_end(make_system,
 
 
 def test_close_ends_the_thread_and_closes_what_it_was_given(make_system, protocol):
-    retriever = ToyRetriever()
+    retriever, before = ToyRetriever(), set(threading.enumerate())
     system = make_system(retriever=retriever)
     system.close()  # never started: nothing to do
     assert retriever.closed == 0
     system.rollout([TASK], sampling=SAMPLING, seed=0)
-    assert "rollout" in [thread.name for thread in threading.enumerate()]
+    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "rollout")
     system.close()
     system.close()
-    assert retriever.closed == 1 and "rollout" not in [thread.name for thread in threading.enumerate()]
+    assert retriever.closed == 1 and not thread.is_alive()
     assert system.rollout([TASK], sampling=SAMPLING, seed=0)[0].answer == "Grey Harbor"  # starts again
 
 
