@@ -304,7 +304,7 @@ def test_a_new_event_loop_gets_a_new_server_and_a_second_one_is_refused():
     tool = PythonTool(LocalSandbox(timeout_s=30, warm=0))
 
     async def first():
-        with pytest.raises(RuntimeError, match="another event loop"):
+        with pytest.raises(RuntimeError, match="one event loop at a time"):
             await asyncio.to_thread(asyncio.run, tool_call_after(tool))
         return await tool.call({"code": "1"})
 
