@@ -123,7 +123,7 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
         print(f"  {stage.name:<{width}}  {stage.kind:<4}  {stage.key}  {what}")
     if chosen := graph.target().chosen:
         options = ", ".join(
-            f"{name} {json.dumps(value) if value in (None, True, False) else value}" for name, value in chosen.items()
+            f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in chosen.items()
         )
         print(f"  follows from the machine: {options}")
     if left_out := [s.name for s in to_make(graph.compared(graph.target())) if s not in plan]:

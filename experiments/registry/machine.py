@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
+from common.files import write_atomically
 from experiments.registry.hardware import GPU_NAMES
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # of /proc/cpuinfo; without them products in bfloat16 are emulated
@@ -89,5 +90,5 @@ def _trial_passes(processor: str) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     works = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=300).returncode == 0
-    kept.write_text(json.dumps({"processor": processor, "works": works}), "utf-8")
+    write_atomically(kept, json.dumps({"processor": processor, "works": works}))
     return works

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 from experiments.worlds.atlas.facts import Atlas, load_atlas
 from experiments.worlds.atlas.passages import all_passages
 from experiments.worlds.atlas.questions import Place, as_task, draw_chains, phrase
+from experiments.worlds.corpus import Passage, write_corpus
 from experiments.worlds.world_task import write_splits
 from rollout.trajectory import Task
 
@@ -54,10 +54,7 @@ class BuildAtlas:
         """
         atlas = load_atlas(self.cities_per_country)
         corpus = all_passages(atlas)
-        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
-            for passage in corpus:
-                row = {"id": passage.id, "contents": passage.contents}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        write_corpus(output_dir / "corpus.jsonl", corpus)
         figures = {
             "passages": len(corpus),
             "countries": len(atlas.countries),
@@ -65,10 +62,9 @@ class BuildAtlas:
             "aliases": sum(bool(city.alias) for city in atlas.cities),
             "namesakes": len(atlas.namesakes),
         }
-        return figures | write_splits(output_dir, self._splits(atlas))
+        return figures | write_splits(output_dir, self._splits(atlas, {passage.id: passage for passage in corpus}))
 
-    def _splits(self, atlas: Atlas) -> dict[str, list[Task]]:
-        corpus = {passage.id: passage for passage in all_passages(atlas)}
+    def _splits(self, atlas: Atlas, corpus: dict[str, Passage]) -> dict[str, list[Task]]:
         rng = random.Random(f"atlas:{self.seed}")
         codes = self._divided(atlas, rng)
         taken: set[object] = set()

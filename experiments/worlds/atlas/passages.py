@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from experiments.worlds.atlas.facts import Atlas, City, Country
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    id: str
-    title: str
-    text: str
-
-    @property
-    def contents(self) -> str:
-        """Return the passage in Search-R1's corpus format: quoted title, line break, text."""
-        return f'"{self.title}"\n{self.text}'
+from experiments.worlds.corpus import Passage
 
 
 def alias_fact(city: City) -> str:

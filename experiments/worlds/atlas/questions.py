@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.worlds.atlas import passages
 from experiments.worlds.atlas.facts import Atlas, City, Country, folded, without_accents
+from experiments.worlds.corpus import Passage
 from rollout.trajectory import Task
 
 Place = City | Country
@@ -161,18 +162,18 @@ def phrase(chain: Chain, rng: random.Random) -> str:
     return rng.choice(WRAPPERS).format(x=text)
 
 
-def as_task(atlas: Atlas, chain: Chain, question: str, task_id: str, corpus: Mapping[str, passages.Passage]) -> Task:
+def as_task(atlas: Atlas, chain: Chain, question: str, task_id: str, corpus: Mapping[str, Passage]) -> Task:
     """Return a multi-hop question as a task. For each hop its metadata holds the place's name, the words of a careful
     query, and the fact that it finds.
     """
-    steps = []
+    needed = []
     if isinstance(chain.subject, City) and chain.alias:
         words = ("another name", "is another name of the city")
-        steps.append((chain.subject.alias, words, passages.alias_fact(chain.subject), "names", chain.subject))
+        needed.append((chain.subject.alias, words, passages.alias_fact(chain.subject), "names", chain.subject))
     for place, relation in zip(chain.places, chain.relations, strict=True):
         words = (relation.keyword, relation.all_words)
-        steps.append((place.name, words, relation.fact(place, atlas), relation.part, place))
-    gold = [corpus[f"{place.id if isinstance(place, City) else place.code}-{part}"] for *_, part, place in steps]
+        needed.append((place.name, words, relation.fact(place, atlas), relation.part, place))
+    gold = [corpus[f"{place.id if isinstance(place, City) else place.code}-{part}"] for *_, part, place in needed]
     return Task(
         id=task_id,
         question=question,
@@ -181,9 +182,9 @@ def as_task(atlas: Atlas, chain: Chain, question: str, task_id: str, corpus: Map
         gold_passages=tuple((passage.title, passage.text) for passage in gold),
         metadata={
             "hops": chain.hops,
-            "names": [name for name, *_ in steps],
-            "keywords": [list(words) for _, words, *_ in steps],
-            "facts": [fact for _, _, fact, *_ in steps],
+            "names": [name for name, *_ in needed],
+            "keywords": [list(words) for _, words, *_ in needed],
+            "facts": [fact for _, _, fact, *_ in needed],
         },
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 from abc import abstractmethod
@@ -12,6 +11,7 @@ from typing import Any, ClassVar
 
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 from data_modules.datasets.question_file import QUESTION_MARKER
+from experiments.worlds.corpus import write_corpus
 from experiments.worlds.fictional_world.articles import article, linked_articles
 from experiments.worlds.fictional_world.expert import ExpertPolicy
 from experiments.worlds.fictional_world.questions import as_task, draw_questions, phrase
@@ -79,9 +79,7 @@ class FictionalWorldTask(WorldTask):
         """Write ``corpus.jsonl``, the question files, the tokenizer and the articles to ``output_dir``. Returns their
         counts.
         """
-        with open(output_dir / "corpus.jsonl", "w", encoding="utf-8") as file:
-            for passage in self.world.passages:
-                file.write(json.dumps({"id": passage.id, "contents": passage.contents}) + "\n")
+        write_corpus(output_dir / "corpus.jsonl", self.world.passages)
         return {"passages": len(self.world.passages)} | super().run(output_dir)
 
     @functools.cached_property

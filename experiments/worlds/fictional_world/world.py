@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from experiments.worlds.corpus import Passage
 from experiments.worlds.fictional_world.schema import QUANTITIES_OF, RELATIONS, WORDS, Kind
 
 # Shares of the kinds among the entities. Most are persons, as in encyclopaedias.
@@ -34,18 +35,6 @@ class Entity:
         if self.kind is Kind.PERSON:
             return (self.name, self.mention)
         return (self.name, f"the {self.kind} {self.name}", f"the {self.kind} of {self.name}")
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    id: str
-    title: str
-    text: str
-
-    @property
-    def contents(self) -> str:
-        """Return the passage in Search-R1's corpus format: quoted title, line break, text."""
-        return f'"{self.title}"\n{self.text}'
 
 
 @dataclass(frozen=True, slots=True)
