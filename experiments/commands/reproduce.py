@@ -100,11 +100,11 @@ def model_of(stage: Stage) -> Path:
 
 
 def result_row(stage: Stage) -> dict[str, Any]:
-    """Return a finished stage's facts for the results page, such as name, seed, folder and run time."""
+    """Return the fields of a finished stage's ``reports.results.Run``."""
     result = StageFolder(stage.folder).result() or {}
     return {
-        "name": stage.name,
-        "label": stage.label,
+        "experiment": stage.name,
+        "method": stage.label,
         "group": stage.config["experiment"].get("group"),
         "seed": stage.config["seed_everything"],
         "fixed_seed": bool(stage.config["experiment"].get("fixed_seed")),

@@ -5,6 +5,7 @@ The bounds are ours (docs/preconditions.md); no paper reports them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,12 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        if self.found is None:
-            return False
-        return (self.least is None or self.found >= self.least) and (self.most is None or self.found <= self.most)
+        low, high = (-math.inf if self.least is None else self.least), (math.inf if self.most is None else self.most)
+        return self.found is not None and low <= self.found <= high
+
+    @property
+    def shown(self) -> str:
+        return "not measured" if self.found is None else f"{self.found:.3f}"
 
     @property
     def expected(self) -> str:
@@ -51,7 +55,7 @@ class Gate:
 
 def groups_gate(start: Test, size: int, least: float) -> Gate:
     """Return the gate on the share of groups (``size`` trajectories each) without any success."""
-    found = mean(start, f"pass/{size}")
+    found = measured(start, f"pass/{size}")
     return Gate(
         "no_success",
         f"groups of {size} without any success",
@@ -76,12 +80,12 @@ def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teache
     return [
         groups_gate(start, size, 0.8),
         Gate(
-            "teacher_clean", "teacher succeeds from clean prefixes", of_enough(teacher, PREFIX + CLEAN), 0.8, None,
-            "the teacher cannot do the task: train it longer, or take a larger one",
+            "teacher_clean", "teacher succeeds from clean prefixes", measured(teacher, PREFIX + CLEAN, FEWEST),
+            0.8, None, "the teacher cannot do the task: train it longer, or take a larger one",
         ),
         Gate(
-            "teacher_drifted", "teacher succeeds from drifted prefixes", of_enough(teacher, PREFIX + DRIFTED), None,
-            0.3,
+            "teacher_drifted", "teacher succeeds from drifted prefixes", measured(teacher, PREFIX + DRIFTED, FEWEST),
+            None, 0.3,
             "the teacher recovers from errors, so its advice after an error is good: no turn needs a lower weight",
         ),
         Gate(
@@ -106,7 +110,7 @@ def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teache
 def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[Gate]:
     """Return the gates (preconditions) of the algorithm SDAR, from tests of the initial student without skills (advice
     texts), with skills, and with other tasks' skills."""
-    without, average = mean(plain, f"average/{size}"), f"average/{size}"
+    without, given, others = (measured(test, f"average/{size}") for test in (plain, skilled, shuffled))
     return [
         groups_gate(plain, size, 0.7),
         Gate(
@@ -114,11 +118,11 @@ def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[G
             "the student can do it without advice: take harder tasks or an earlier cold start",
         ),
         Gate(
-            "with_skills", "success with skills", mean(skilled, average), 0.8, None,
+            "with_skills", "success with skills", given, 0.8, None,
             "the self-teacher cannot follow its skills: show skills in more of the cold start's demonstrations",
         ),
         Gate(
-            "shuffled_skills", "success with other tasks' skills", mean(shuffled, average), None,
+            "shuffled_skills", "success with other tasks' skills", others, None,
             SHUFFLED_TOLERANCE + (without or 0.0),
             "the form or length of skills helps, not their content: inspect the bank and its retriever",
         ),
@@ -130,23 +134,20 @@ def fork_gates(start: Test) -> list[Gate]:
     ``ForkOutcomes``."""
     return [
         Gate(
-            "open", "tool results after which outcomes differ", of_enough(start, f"{FORKS}open"), 0.2, None,
+            "open", "tool results after which outcomes differ", measured(start, f"{FORKS}open", FEWEST), 0.2, None,
             "outcomes are decided before the fork: take harder or easier tasks, or tool results that matter more",
         ),
         Gate(
-            "entropy_tells", "correlation of dH with the outcome's variance", of_enough(start, f"{FORKS}correlation"),
-            0.2, None, "entropy does not show where outcomes are open: random branches would do as well",
+            "entropy_tells", "correlation of dH with the outcome's variance",
+            measured(start, f"{FORKS}correlation", FEWEST), 0.2, None,
+            "entropy does not show where outcomes are open: random branches would do as well",
         ),
     ]  # fmt: skip
 
 
-def mean(test: Test, metric: str) -> float | None:
-    return None if metric not in test else float(test[metric]["mean"])
-
-
-def of_enough(test: Test, metric: str) -> float | None:
-    """Return the mean of a test metric, or None if it has fewer than ``FEWEST`` measurements."""
-    return mean(test, metric) if metric in test and test[metric]["n"] >= FEWEST else None
+def measured(test: Test, metric: str, least: int = 0) -> float | None:
+    """Return the mean of a test metric, or None if it has fewer than ``least`` measurements."""
+    return float(test[metric]["mean"]) if metric in test and test[metric]["n"] >= least else None
 
 
 def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
@@ -161,15 +162,12 @@ def place(turns: Sequence[Sequence[TurnScore]]) -> list[tuple[TurnScore, bool]]:
 def auc_of(placed: Sequence[tuple[TurnScore, bool]], *, drifted: bool) -> float | None:
     """Return the AUC with which the teacher's log-ratio predicts whether a turn is correct, by the environment's
     verdict, or without a verdict by the trajectory's success."""
-    part = [row for row, after_error in placed if after_error is drifted]
-    judged = [(row.signed, _is_good(row)) for row in part]
-    return auc([s for s, good in judged if good is True], [s for s, good in judged if good is False])
-
-
-def _is_good(row: TurnScore) -> bool | None:
-    if row.verdict is not None or row.acc is None:
-        return row.verdict
-    return row.acc >= 1.0
+    scores: dict[bool | None, list[float]] = {True: [], False: [], None: []}
+    for row, after_error in placed:
+        if after_error is drifted:
+            good = row.acc >= 1.0 if row.verdict is None and row.acc is not None else row.verdict
+            scores[good].append(row.signed)
+    return auc(scores[True], scores[False])
 
 
 def auc(good: Sequence[float], bad: Sequence[float]) -> float | None:
@@ -204,18 +202,13 @@ def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
     """Return a Markdown table of the gates (preconditions), measured on every seed's initial model."""
     first, *_ = of.values()
     rows = [
-        [gate.name, gate.title, gate.expected, *(_found(gates[k]) for gates in of.values())]
-        for k, gate in enumerate(first)
+        [gate.name, gate.title, gate.expected, *(g.shown if g.passed else f"**{g.shown}**" for g in seeds)]
+        for gate, *seeds in zip(first, *of.values(), strict=True)
     ]
     return (
         "**Gates**, measured on each seed's initial model before training (docs/preconditions.md); failed gates are "
         f"bold:\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
     )
-
-
-def _found(gate: Gate) -> str:
-    found = "not measured" if gate.found is None else f"{gate.found:.3f}"
-    return found if gate.passed else f"**{found}**"
 
 
 def gates_table(gates: Sequence[Gate], title: str) -> str:
@@ -227,6 +220,5 @@ def gates_table(gates: Sequence[Gate], title: str) -> str:
     for column in ("gate", "", "found", "expected", ""):
         table.add_column(column)
     for gate in gates:
-        found = "not measured" if gate.found is None else f"{gate.found:.3f}"
-        table.add_row(gate.name, gate.title, found, gate.expected, "pass" if gate.passed else "FAIL")
+        table.add_row(gate.name, gate.title, gate.shown, gate.expected, "pass" if gate.passed else "FAIL")
     return table_text(table)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,34 +20,27 @@ def packed(values: Sequence[float | None]) -> str:
     '0.0 0.5 1.0|02-1'
     """
     numbers = sorted({float(value) for value in values if value is not None})
-    width, places = _width(len(numbers)), {number: place for place, number in enumerate(numbers)}
-
-    def code(value: float | None) -> str:
-        if value is None:
-            return "-" * width
-        return "".join(DIGITS[places[value] // len(DIGITS) ** p % len(DIGITS)] for p in reversed(range(width)))
-
-    return f"{' '.join(map(repr, numbers))}|{''.join(map(code, values))}"
+    missing, *codes = _codes(len(numbers))
+    code = {None: missing, **dict(zip(numbers, codes, strict=True))}
+    return f"{' '.join(map(repr, numbers))}|{''.join(code[value] for value in values)}"
 
 
 def unpacked(text: str) -> np.ndarray:
     """Return the values [questions] in a text that ``packed`` wrote; NaN for None."""
     numbers, _, codes = text.partition("|")
-    levels = np.array([*map(float, numbers.split()), np.nan])
-    width = _width(len(levels) - 1)
-    place = {digit: i for i, digit in enumerate(DIGITS)}
-    found = np.full(len(codes) // width, len(levels) - 1)
-    for i in range(len(found)):
-        if codes[i * width] != "-":
-            found[i] = sum(place[codes[(i + 1) * width - 1 - p]] * len(DIGITS) ** p for p in range(width))
-    return levels[found]
+    levels = [np.nan, *map(float, numbers.split())]
+    level = dict(zip(_codes(len(levels) - 1), levels, strict=True))
+    width = len(next(iter(level)))
+    return np.array([level[codes[i : i + width]] for i in range(0, len(codes), width)])
 
 
-def _width(numbers: int) -> int:
+def _codes(numbers: int) -> Iterator[str]:
+    """Yield the code of a missing value, then the codes of as many numbers."""
     width = 1
     while len(DIGITS) ** width < numbers:
         width += 1
-    return width
+    yield "-" * width
+    yield from map("".join, itertools.islice(itertools.product(DIGITS, repeat=width), numbers))
 
 
 def common_tables(runs: Sequence[Sequence[str]]) -> list[np.ndarray]:

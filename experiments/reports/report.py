@@ -29,7 +29,7 @@ def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | Non
     intervals. A last line names the test sets if they differ.
 
     Args:
-        rows: (label, stage folder or its evaluation.json), in the order to show.
+        rows: (label, stage folder), in the order to show.
         columns: names of ``experiments.registry.columns``, or None for the default ones.
 
     Raises:
@@ -42,9 +42,8 @@ def closing_table(rows: Sequence[tuple[str, Path]], columns: Sequence[str] | Non
     table.add_column("")
     for name in ("n", *(column.title for column in chosen)):
         table.add_column(name, justify="right", overflow="fold")
-    for label, path in rows:
-        folder = Path(path).parent if Path(path).suffix == ".json" else Path(path)
-        test, training = read_evaluation(path)["test"], read_training(folder)
+    for label, folder in rows:
+        test, training = read_evaluation(folder)["test"], read_training(folder)
         cells = [metric_text(column.value(test, training), column.interval) for column in chosen]
         table.add_row(label, str(test["em"]["n"]), *cells)
         tested.append((label, tested_on(folder)))
@@ -66,7 +65,7 @@ def write_results(
 
     Args:
         experiment: the experiment that the others are compared with; also the name of the files.
-        rows: finished stages as ``Run.of`` reads them; duplicates (a teacher shared by all seeds) count once.
+        rows: the fields of finished stages' ``Run``; duplicates (a teacher shared by all seeds) count once.
         out_dir: normally docs/results.
         command: the command that writes the page.
         columns: names of ``experiments.registry.columns`` for the tables, or None for the default ones.
@@ -77,13 +76,12 @@ def write_results(
         ValueError: no row of ``experiment``, or an unknown column or score.
     """
     chosen, main = columns_of(columns), score_of(score)
-    runs = list({Path(row["folder"]): Run.of(row) for row in rows}.values())
+    runs = list({run.folder: run for run in (Run(**row) for row in rows)}.values())
     groups = list(dict.fromkeys(run.group for run in runs))
     runs.sort(key=lambda run: groups.index(run.group))
     mine = [run for run in runs if run.experiment == experiment]
     if not mine:
         raise ValueError(f"no row is a run of '{experiment}'; found {sorted({r.experiment for r in runs})}")
-    out_dir = Path(out_dir)
     curves = out_dir / f"{experiment}_curves.png"
     metrics = dict.fromkeys((*main.curves, *RESULT_CURVES, *(c.curve for c in chosen.values() if c.curve)))
     methods = list(dict.fromkeys(run.method for run in (mine[0], *runs)))

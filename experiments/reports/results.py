@@ -41,26 +41,14 @@ class Run:
     fixed_seed: bool = False  # one stage for all seeds of the methods that it is compared with
     group: str | None = None  # end of the method's name; methods are compared within their group
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Run:
-        """Return a ``Run`` from a mapping with name, label, seed, folder, seconds, command, commit, and optionally
-        sampled, fixed_seed, group."""
-        return cls(
-            experiment=row["name"], method=row["label"], seed=row["seed"], folder=Path(row["folder"]),
-            seconds=row["seconds"], command=row["command"], commit=row["commit"],
-            fixed_seed=row.get("fixed_seed", False), group=row.get("group"),
-            sampled=Path(row["sampled"]) if row.get("sampled") else None,
-        )  # fmt: skip
 
-
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """Return the content of a tested stage's ``evaluation.json``. ``path`` is the file or the stage's folder.
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """Return the content of a tested stage's ``evaluation.json``.
 
     Raises:
         FileNotFoundError: no such file. ValueError: it contains no test.
     """
-    path = Path(path)
-    path = path if path.suffix == ".json" else path / "evaluation.json"
+    path = folder / "evaluation.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected the evaluation of a stage that was tested")
     content = json.loads(path.read_text())
@@ -71,47 +59,27 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 def read_training(folder: Path) -> dict[str, Any] | None:
     """Return the content of a stage's ``training.json``, or None for stages without rollouts and for older runs."""
-    path = Path(folder) / TRAINING_FILE
+    path = folder / TRAINING_FILE
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def question_frame(folder: Path) -> pl.DataFrame:
     """Return the rows of a stage's test as a table, without diagnostic prompts and infrastructure failures. Older files
     lack some columns."""
-    frame = pl.read_parquet(Path(folder) / "evaluation" / "test.parquet")
+    frame = pl.read_parquet(folder / "evaluation" / "test.parquet")
     return frame.filter((pl.col("prompt_mode") == AGENT) & ~pl.col("failed"))
-
-
-def question_scores(folder: Path, column: str = "em") -> dict[str, float]:
-    """Return each test question's mean of a column over its attempts, by question id, without rows that lack a value.
-    Returns {} if the file lacks the column."""
-    frame = question_frame(folder)
-    if column not in frame.columns:
-        return {}
-    means = frame.drop_nulls(column).group_by("id").agg(pl.col(column).mean()).sort("id")
-    return dict(zip(means["id"], means[column], strict=True))
-
-
-def question_sums(folder: Path, columns: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Return each test question's sums of the given columns, by question id, over the attempts that have a value in
-    every column. Returns {} if a column is missing."""
-    frame = question_frame(folder)
-    if not set(columns) <= set(frame.columns):
-        return {}
-    sums = frame.drop_nulls(list(columns)).group_by("id").agg(pl.col(list(columns)).sum()).sort("id")
-    return {row[0]: tuple(float(value) for value in row[1:]) for row in sums.select("id", *columns).iter_rows()}
 
 
 def measures(folder: Path, column: Column) -> list[dict[str, float]]:
     """Return one run's numbers by question id, from which a results column is pooled over several runs. They are means,
     the two sums of a ratio, or a metric of several attempts (for ``average_of_sets`` with each question's set). Returns
     [] without them."""
-    if len(column.rows) == 1:
-        found = [question_scores(folder, column.rows[0])]
-    elif len(column.rows) == 2:
-        sums = question_sums(folder, column.rows)
-        found = [{question: values[i] for question, values in sums.items()} for i in (0, 1)]
-    elif column.key.startswith(OVER_ATTEMPTS) and set(FIELDS) <= set((frame := question_frame(folder)).columns):
+    frame, rows = question_frame(folder), column.rows
+    if rows and set(rows) <= set(frame.columns):
+        chosen = pl.col(rows).mean() if len(rows) == 1 else pl.col(rows).sum()
+        values = frame.drop_nulls(rows).group_by("id").agg(chosen.cast(pl.Float64))
+        found = [dict(values.select("id", name).iter_rows()) for name in rows]
+    elif column.key.startswith(OVER_ATTEMPTS) and set(FIELDS) <= set(frame.columns):
         questions = questions_of(frame.select(FIELDS).iter_rows())
         sets = sorted({question.data_source for question in questions})
         found = [metric_values(column.key, questions)]

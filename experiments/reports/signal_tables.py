@@ -24,9 +24,9 @@ from experiments.reports.results import Run
 TITLES = {"divergence": "d", "weight": "w", "teacher_entropy": "teacher entropy"}
 ACTIVE, GAP = "train/gate_active", "train/gap"
 PLACES = {  # column title -> end of the metric's name in lightning_modules.maths.gates.gate_metrics
-    **{f"part {k}": f"part{k}" for k in range(1, 4)},
-    **{f"turn {k}": f"turn{k}" for k in range(1, 9)},
-    "later": "later",
+    **{f"part {k}": f"/part{k}" for k in range(1, 4)},
+    **{f"turn {k}": f"/turn{k}" for k in range(1, 9)},
+    "later": "/later",
 }
 TAIL = 10  # iterations averaged at the start and at the end of training
 BOUNDS = Bounds()
@@ -116,51 +116,30 @@ def gates_section(runs: Sequence[Run]) -> str:
     Args:
         runs: in the order of the page; metrics are means over the seeds of a method.
     """
-    of = gate_history(runs)
-    if not of:
-        return ""
-    gated = {method: history for method, history in of.items() if discriminates(history)}
-    ends = [
-        [
-            method,
-            *(_text(at_end(history, GAP, last=last)) for last in (False, True)),
-            *(_text(at_end(history, ACTIVE, last=last) if method in gated else None) for last in (False, True)),
-        ]
-        for method, history in of.items()
-    ]
-    head = ["method", "gap, first", "gap, last", "endorsed, first", "endorsed, last"]
-    tables = [markdown_table(head, ends)]
-    for title, metric, shown in (("endorsed", ACTIVE, gated), ("gap", GAP, of)):
-        rows = [
-            [method, *(_text(at_end(history, f"{metric}/{place}")) for place in PLACES.values())]
-            for method, history in shown.items()
-        ]
-        tables += [markdown_table([title, *PLACES], rows)] if rows else []
-    return "\n".join(["\n## Gates\n", GATES_WORDS, *tables])
-
-
-def gate_history(runs: Sequence[Run]) -> dict[str, pl.DataFrame]:
-    """Return, for each method with gates (token weights), a table of step, metric, value (mean over the method's
-    seeds)."""
-    metrics = [name + end for name in (ACTIVE, GAP) for end in ("", *(f"/{place}" for place in PLACES.values()))]
     methods = {run.folder: run.method for run in runs}
-    history = history_frame(methods, metrics)
-    means = history.group_by("run", "step", "metric").agg(pl.col("value").mean()).sort("step")
-    found = {method: means.filter(pl.col("run") == method) for method in dict.fromkeys(methods.values())}
-    return {method: own for method, own in found.items() if ACTIVE in own["metric"]}
-
-
-def at_end(history: pl.DataFrame, metric: str, *, last: bool = True) -> float | None:
-    """Return the mean of a metric over its first or last iterations, or None if it was never logged."""
-    values = history.filter(pl.col("metric") == metric).sort("step")["value"]
-    kept = values.tail(TAIL) if last else values.head(TAIL)
-    return None if kept.is_empty() else float(kept.mean())  # type: ignore[arg-type]
-
-
-def discriminates(history: pl.DataFrame) -> bool:
-    """Return whether gates (token weights) differ between tokens. Without a gate, or at beta 0, all gates are equal."""
-    shares = history.filter(pl.col("metric") == ACTIVE)["value"]
-    return bool(((shares > 0) & (shares < 1)).any())
+    history = history_frame(methods, [name + at for name in (ACTIVE, GAP) for at in ("", *PLACES.values())])
+    means = history.group_by("run", "metric", "step").agg(pl.col("value").mean()).sort("step")
+    value = pl.col("value")
+    both = means.group_by("run", "metric").agg(
+        first=value.head(TAIL).mean(), last=value.tail(TAIL).mean(), differs=((value > 0) & (value < 1)).any()
+    )
+    found = {(row["run"], row["metric"]): row for row in both.iter_rows(named=True)}
+    gated = [method for method in dict.fromkeys(methods.values()) if (method, ACTIVE) in found]
+    if not gated:
+        return ""
+    endorsing = [method for method in gated if found[method, ACTIVE]["differs"]]
+    found |= {(method, ACTIVE): {} for method in gated if method not in endorsing}  # without a gate, all are equal
+    ends = [(metric, end) for metric in (GAP, ACTIVE) for end in ("first", "last")]
+    tables = (
+        (gated, ["method", "gap, first", "gap, last", "endorsed, first", "endorsed, last"], ends),
+        (endorsing, ["endorsed", *PLACES], [(ACTIVE + place, "last") for place in PLACES.values()]),
+        (gated, ["gap", *PLACES], [(GAP + place, "last") for place in PLACES.values()]),
+    )
+    texts = []
+    for shown, head, cells in tables:
+        rows = [[m, *(_text(found.get((m, metric), {}).get(end)) for metric, end in cells)] for m in shown]
+        texts += [markdown_table(head, rows)] if rows else []
+    return "\n".join(["\n## Gates\n", GATES_WORDS, *texts])
 
 
 def _text(value: float | None) -> str:

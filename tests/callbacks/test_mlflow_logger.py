@@ -65,8 +65,8 @@ def history_of(client, run_id, metric):
 def rows_of(outputs, experiment="dgpo"):
     return [
         {
-            "name": method,
-            "label": method.upper(),
+            "experiment": method,
+            "method": method.upper(),
             "seed": seed,
             "folder": outputs / method / f"key{seed}",
             "seconds": 60.0 + seed,

@@ -66,7 +66,7 @@ def stages(tmp_path_factory):
 
 def rows_of(stages):
     return [
-        {"name": method, "label": method.upper(), "seed": seed, "folder": stages / method / f"key{seed}",
+        {"experiment": method, "method": method.upper(), "seed": seed, "folder": stages / method / f"key{seed}",
          "seconds": 60.0, "command": f"make train EXP={method}", "commit": "abc"}
         for method in METHODS for seed in (0, 1)
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_unknown_columns_are_refused_with_the_known_ones():
 
 
 def test_closing_table_shows_what_was_chosen(stages):
-    folders = [("ARPO", stages / "arpo" / "key0"), ("GRPO", stages / "grpo" / "key0" / "evaluation.json")]
+    folders = [("ARPO", stages / "arpo" / "key0"), ("GRPO", stages / "grpo" / "key0")]
     text = closing_table(folders, ARPO)
     arpo, grpo = (next(line for line in text.splitlines() if name in line) for name in ("ARPO", "GRPO"))
     assert "750.0 [" in arpo and "250.0 [" in grpo  # 15 of 20 with one call each; 10 of 20 with two
@@ -164,7 +164,7 @@ def test_the_page_follows_from_its_json(stages, tmp_path):
     """With enough seeds for p-values: the file gives all of the page, and other values give another page."""
     names = ["em", "em_per_1000_calls", "maj/2", "tool_calls", "train_forked"]
     rows = [
-        row | {"seed": seed, "folder": tmp_path / str(seed) / row["name"] / "key0", "sampled": row["folder"]}
+        row | {"seed": seed, "folder": tmp_path / str(seed) / row["experiment"] / "key0", "sampled": row["folder"]}
         for row in rows_of(stages) if row["seed"] for seed in range(5)
     ]  # fmt: skip
     for seed in range(5):
@@ -195,8 +195,8 @@ def test_packed_values_come_back_exactly(count):
 
 def test_methods_are_compared_within_their_group(stages, tmp_path):
     rows = [
-        row | {"name": f"{row['name']}_{group}", "label": f"{row['label']}, {group}", "group": group,
-               "folder": tmp_path / group / row["name"] / row["folder"].name}
+        row | {"experiment": f"{row['experiment']}_{group}", "method": f"{row['method']}, {group}", "group": group,
+               "folder": tmp_path / group / row["experiment"] / row["folder"].name}
         for row in rows_of(stages) for group in ("easy", "hard")
     ]  # fmt: skip
     for group in ("easy", "hard"):
@@ -266,7 +266,7 @@ def pooled(runs, name):
 
 def test_figures_of_several_attempts_over_runs(stages):
     """Every question's number is its mean over the runs; intervals are of those, and a single run's are its own."""
-    arpo, grpo = ([Run.of(row) for row in rows_of(stages)[i : i + 2]] for i in (0, 2))
+    arpo, grpo = ([Run(**row) for row in rows_of(stages)[i : i + 2]] for i in (0, 2))
     mixed = [arpo[0], grpo[0]]  # 15 and 10 of 20 right: 10 questions by both, 5 by one
     expected = bootstrap_interval([1.0] * 10 + [0.5] * 5 + [0.0] * 5).as_json()
     for name in ("average/2", "pass/2", "pass_first/2", "maj/2"):

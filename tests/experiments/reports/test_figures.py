@@ -10,7 +10,8 @@ import pytest
 from callbacks.evaluation.arcap import arcap
 from callbacks.evaluation.summary import summarize
 from callbacks.evaluation_rows import row_of, save_rows, valid_action_counts
-from experiments.reports.results import question_scores, question_sums
+from experiments.registry.columns import Column
+from experiments.reports.results import measures
 from rollout.trajectory import ActionKind, CallOutcome, Reward, StopReason, ToolCall, ToolRequest, ToolResult
 from tests.callbacks.helpers import make_call, make_trajectory
 
@@ -121,8 +122,9 @@ def test_rows_of_different_tools_and_parts_share_a_file(tmp_path):
     frame = pl.read_parquet(path)
     assert frame["calls/python"].to_list() == [2, 0] and frame["calls/search"].to_list() == [1, 0]
     assert frame["reward/math"].to_list() == [None, 1.0] and frame["reward"].to_list() == [None, 1.0]
-    assert question_scores(tmp_path, "reward/math") == {"b": 1.0}
-    assert question_sums(tmp_path, ["em", "tool_calls"]) == {"a": (1.0, 3.0), "b": (1.0, 0.0)}
+    assert measures(tmp_path, Column("math", "math", rows=("reward/math",))) == [{"b": 1.0}]
+    per_call = Column("EM per call", "em_per_call", rows=("em", "tool_calls"))
+    assert measures(tmp_path, per_call) == [{"a": 1.0, "b": 1.0}, {"a": 3.0, "b": 0.0}]
 
 
 def test_an_action_that_was_not_asked_for_so_is_not_valid():

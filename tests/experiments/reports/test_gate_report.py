@@ -6,7 +6,7 @@ import pytest
 
 from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from experiments.reports.results import Run
-from experiments.reports.signal_tables import ACTIVE, GAP, at_end, gate_history, gates_section
+from experiments.reports.signal_tables import ACTIVE, GAP, gates_section
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,8 @@ def logged(tmp_path_factory):
     return runs
 
 
-def test_seeds_are_averaged_and_both_ends_are_told(logged):
-    history = gate_history(logged)
-    assert list(history) == ["SDAR", "beta 0"]
-    assert at_end(history["SDAR"], ACTIVE) == pytest.approx(0.35 + 0.145)
-    assert at_end(history["SDAR"], ACTIVE, last=False) == pytest.approx(0.35 + 0.045)
-    assert at_end(history["SDAR"], f"{ACTIVE}/turn8") is None
-
-
 def test_section(logged):
+    """Seeds are averaged: 0.395 is 0.35 + 0.045, the mean of the first ten iterations; 0.495 that of the last ten."""
     text = gates_section(logged)
     assert "| SDAR | -0.395 | -0.495 | 0.395 | 0.495 |" in text
     assert "| SDAR | 0.495 | - | - | 0.595 | - |" in text and "GRPO" not in text

@@ -49,8 +49,8 @@ def stages(tmp_path_factory):
 
 def rows_of(stages, methods=("sod", "sft")):
     return [
-        {"name": name, "label": name.upper(), "seed": seed, "folder": stages / name / f"key{seed}", "seconds": 60.0,
-         "command": f"make train EXP={name}", "commit": "abc"}
+        {"experiment": name, "method": name.upper(), "seed": seed, "folder": stages / name / f"key{seed}",
+         "seconds": 60.0, "command": f"make train EXP={name}", "commit": "abc"}
         for name in methods for seed in (0, 1) if (stages / name / f"key{seed}").exists()
     ]  # fmt: skip
 
