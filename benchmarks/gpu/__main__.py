@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import common
-from benchmarks.gpu.frame import Result, Row, Setting, results
+from benchmarks.gpu.frame import Finding, Row, Setting, results
 from experiments.registry.shapes import MODELS
 
 TRAINING, ENGINE = ("lightning", "transformers"), ("lightning", "vllm")
+ON_GPU = "torch counts memory on a GPU only"
 ROWS = (
     Row("driver", "machine:driver", "A", "machine", gpus=0, not_on_cpu="no GPU is asked for"),
     Row("/dev/shm", "machine:shared_memory", "A", "machine", gpus=0),
@@ -36,15 +37,7 @@ ROWS = (
     Row("Liger = plain", "training:liger", "A", "equal", (*TRAINING, "liger_kernel"), not_on_cpu="CUDA kernels"),
     Row("chunked vocabulary", "training:chunked", "A", "step", TRAINING),
     Row("training step", "training:step", "A", "step", TRAINING),
-    Row(
-        "peak memory",
-        "training:peak",
-        "A",
-        "step",
-        TRAINING,
-        not_on_cpu="torch counts memory on a GPU only",
-        of="training step",
-    ),
+    Row("peak memory", "training:peak", "A", "step", TRAINING, not_on_cpu=ON_GPU, of="training step"),
     Row("share of the vocabulary", "training:vocabulary", "A", "step", TRAINING, of="training step"),
     Row("training speed", "training:speed", "A", "step", TRAINING),
     Row("ZeRO-2 = plain", "training:zero2", "A", "zero", (*TRAINING, "deepspeed")),
@@ -63,12 +56,12 @@ ROWS = (
 WIDTH = max(len(row.name) for row in ROWS)
 
 
-def shown(result: Result, markdown: bool) -> str:
-    cure = f"what to do: {result.cure}" if result.cure else ""
+def shown(row: Row, finding: Finding, markdown: bool) -> str:
+    cure = f"what to do: {finding.cure}" if finding.cure and not finding.ok else ""
     if markdown:
-        cells = (result.row.tier, result.row.name, result.word, "; ".join(filter(None, (result.text, cure))))
+        cells = (row.tier, row.name, finding.word, "; ".join(filter(None, (finding.figure, cure))))
         return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-    line = f"{result.row.tier}  {result.row.name:<{WIDTH}}  {result.word:<7}  {result.text}"
+    line = f"{row.tier}  {row.name:<{WIDTH}}  {finding.word:<7}  {finding.figure}"
     return f"{line}\n{'':{WIDTH + 5}}{cure}" if cure else line
 
 
@@ -77,9 +70,9 @@ def check(rows: Sequence[Row], setting: Setting, gpus: int, markdown: bool = Fal
     began, words = time.monotonic(), []
     if markdown:
         print("| tier | row | result | figure |\n|---|---|---|---|")
-    for result in results(rows, setting, gpus):
-        print(shown(result, markdown), flush=True)
-        words.append(result.word)
+    for row, finding in results(rows, setting, gpus):
+        print(shown(row, finding, markdown), flush=True)
+        words.append(finding.word)
     counts = ", ".join(f"{words.count(word)} {word}" for word in ("PASS", "FAIL", "skipped"))
     print(f"\n{counts}; {time.monotonic() - began:.0f} s; {common.machine()}")
     return int("FAIL" in words)

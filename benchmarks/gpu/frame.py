@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -43,11 +42,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one row: whether it passed, its figure and, if it failed, the cure."""
+    """Result of one row: whether it passed (None: skipped), its figure or why it was skipped, and the cure for a
+    failure."""
 
-    ok: bool
+    ok: bool | None
     figure: str
     cure: str = ""
+
+    @property
+    def word(self) -> str:
+        return "skipped" if self.ok is None else "PASS" if self.ok else "FAIL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,59 +95,57 @@ class Row:
         return f"{', '.join(missing)} is not installed (make setup)" if missing else None
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    row: Row
-    word: str  # PASS, FAIL or skipped
-    text: str
-    cure: str = ""
-
-
-def results(rows: Sequence[Row], setting: Setting, gpus: int) -> Iterator[Result]:
-    """Yield the result of each row as soon as it is known."""
+def results(rows: Sequence[Row], setting: Setting, gpus: int) -> Iterator[tuple[Row, Finding]]:
+    """Yield the finding of each row as soon as it is known."""
     log = Path(setting.folder) / "log.txt"
     for _, neighbours in groupby(rows, key=lambda row: row.group):
         group = list(neighbours)
         why = {row: row.skipped(setting, gpus) for row in group}
         found = _findings([row for row in group if why[row] is None], setting, log)
         for row in group:
-            if (reason := why[row]) is not None:
-                yield Result(row, "skipped", reason)
-            else:
-                finding = next(found)
-                yield Result(row, "PASS" if finding.ok else "FAIL", finding.figure, "" if finding.ok else finding.cure)
+            yield row, next(found) if (reason := why[row]) is None else Finding(None, reason)
 
 
 def _findings(rows: Sequence[Row], setting: Setting, log: Path) -> Iterator[Finding]:
-    """Yield one result per row. After a crash, another child continues with the remaining rows."""
+    """Yield one finding per row. After a crash, another child continues with the remaining rows."""
     left = list(rows)
     while left:
         with log.open("a") as stderr:
             began = stderr.tell()
             child = _start(left, setting, stderr)
             try:
-                lines = _lines(child)
                 while left:
-                    limit_s = left[0].limit_s * (CPU_PATIENCE if setting.cpu else 1)
-                    try:
-                        line = lines.get(timeout=limit_s)
-                    except queue.Empty:
-                        end = f"no answer within {limit_s:g} s"
-                        break
-                    if not line:
-                        end = _end(child, log, began)
-                        break
-                    left.pop(0)
-                    yield Finding(**json.loads(line))
-                else:
-                    return
-                row = left.pop(0)
-                yield Finding(False, end, OUT_OF_MEMORY if "out of memory" in end.lower() else SEE_LOG)
-                while left and left[0].of == row.name:
-                    left.pop(0)
-                    yield Finding(False, f"not measured: '{row.name}' has failed", "that one first")
+                    row = left.pop(0)
+                    limit_s = row.limit_s * (CPU_PATIENCE if setting.cpu else 1)
+                    line, late = _answer(child, limit_s)
+                    if line:
+                        yield Finding(**json.loads(line))
+                        continue
+                    end = f"no answer within {limit_s:g} s" if late else _end(child, log, began)
+                    yield Finding(False, end, OUT_OF_MEMORY if "out of memory" in end.lower() else SEE_LOG)
+                    while left and left[0].of == row.name:
+                        left.pop(0)
+                        yield Finding(False, f"not measured: '{row.name}' has failed", "that one first")
+                    break
             finally:
                 _kill(child)
+
+
+def _answer(child: subprocess.Popen[str], limit_s: float) -> tuple[str, bool]:
+    """Return the child's next answer, "" at its end, and whether the child was killed because it took too long."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        _kill(child)
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    try:
+        assert child.stdout is not None
+        return child.stdout.readline(), late.is_set()
+    finally:
+        timer.cancel()
 
 
 def _start(rows: Sequence[Row], setting: Setting, stderr: IO[str]) -> subprocess.Popen[str]:
@@ -163,22 +165,6 @@ def _start(rows: Sequence[Row], setting: Setting, stderr: IO[str]) -> subprocess
         text=True,
         start_new_session=True,
     )
-
-
-def _lines(child: subprocess.Popen[str]) -> queue.SimpleQueue[str]:
-    """Yield the child's answers as they arrive, and an empty one at its end."""
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    stdout = child.stdout
-    assert stdout is not None
-
-    def read() -> None:
-        with stdout:
-            for line in stdout:
-                answers.put(line)
-        answers.put("")
-
-    threading.Thread(target=read, daemon=True).start()
-    return answers
 
 
 def _end(child: subprocess.Popen[str], log: Path, began: int) -> str:

@@ -182,22 +182,29 @@ def _scored(model: Any, batch: Any, budget: int) -> list[list[float]]:
 
 
 # ---------------------------------------------------------------------- iterations beside the engine
-class Watch(L.Callback):
-    """Measures before each push how far the engine's weights are from the module's, and the engine's memory while
-    training.
+class Run(L.Callback):
+    """Measures a training: before each push how far the engine's weights are from the module's, and memory.
 
     Must be the first callback.
 
     Args:
-        stale: whether to measure the distance, which wakes a sleeping engine.
+        look: whether to measure the distance, which wakes a sleeping engine.
     """
 
-    def __init__(self, stale: bool) -> None:
-        self.look = stale
-        self.metrics: list[dict[str, float]] = []
-        self.stale: list[float] = []
-        self.first_step: int | None = None
-        self.training = self.generating = 0.0  # bytes of the GPU that are not the trainer's
+    moved: float  # largest change of a weight
+    last_step: int  # global_step at the end
+    trainer_peak = in_use = total = math.nan  # bytes of the GPU: as torch counts them, of all processes, whole
+
+    def __init__(self, look: bool) -> None:
+        self.look = look
+        self.metrics: list[dict[str, float]] = []  # of each iteration
+        self.stale: list[float] = []  # nats between the engine's old weights and the trainer's new ones
+        self.first_step: int | None = None  # global_step at the start
+        self.training = self.generating = 0.0  # bytes that are not the trainer's, while it trains and after a push
+
+    def median(self, name: str) -> float:
+        """Return the median over the iterations without the first, which compiles."""
+        return statistics.median(m.get(name, 0.0) for m in self.metrics[1:] or self.metrics)
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.first_step is None:
@@ -215,15 +222,15 @@ class Watch(L.Callback):
 class Logged(L.Callback):
     """Callback that collects the logged metrics. Must be the last callback."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics["tokens"] = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
         metrics["sampled"] = sum(sum(t.loss_mask) for t in batch)
-        self.watch.metrics.append(metrics)
-        self.watch.generating = max(self.watch.generating, others())
+        self.run.metrics.append(metrics)
+        self.run.generating = max(self.run.generating, others())
 
 
 def others() -> float:
@@ -232,24 +239,6 @@ def others() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
-
-
-@dataclass
-class Run:
-    metrics: list[dict[str, float]]  # of each iteration
-    stale: list[float]  # nats between the engine's old weights and the trainer's new ones
-    moved: float  # largest change of a weight
-    first_step: int | None  # global_step at the start
-    last_step: int
-    training: float  # bytes of the GPU that are not the trainer's, while it trains
-    generating: float  # the same after a push
-    trainer_peak: float = math.nan  # bytes, as torch counts them
-    in_use: float = math.nan  # bytes of the GPU, by all processes
-    total: float = math.nan
-
-    def median(self, name: str) -> float:
-        """Return the median over the iterations without the first, which compiles."""
-        return statistics.median(m.get(name, 0.0) for m in self.metrics[1:] or self.metrics)
 
 
 def train(
@@ -285,8 +274,8 @@ def train(
         model_folder(setting), lr=size.lr, num_mini_batches=2, gradient_checkpointing=True, packing=True,
         importance_cap=2.0, max_tokens_per_micro_batch=size.max_tokens_per_micro_batch,
     )  # fmt: skip
-    watch, weights = Watch(stale=not sleep_mode), Weights()
-    callbacks: list[L.Callback] = [watch, WeightSync(probe=True, probe_tokens=PROBED), Throughput(), weights]
+    run, weights = Run(look=not sleep_mode), Weights()
+    callbacks: list[L.Callback] = [run, WeightSync(probe=True, probe_tokens=PROBED), Throughput(), weights]
     if keep:
         callbacks.append(IterationCheckpoint(every_n_iterations=steps, keep_best=False))
     trainer = L.Trainer(
@@ -295,7 +284,7 @@ def train(
         precision=precision(setting),
         max_epochs=1,
         max_steps=steps,
-        callbacks=[*callbacks, Logged(watch)],
+        callbacks=[*callbacks, Logged(run)],
         num_sanity_val_steps=0,
         limit_val_batches=0,
         default_root_dir=folder,
@@ -303,15 +292,13 @@ def train(
     )
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(find_checkpoint(folder)) if resume else None)
-        memory = {}
         if not setting.cpu:
-            free, total = torch.cuda.mem_get_info()
-            memory = {"trainer_peak": torch.cuda.max_memory_allocated(), "in_use": total - free, "total": total}
+            free, run.total = torch.cuda.mem_get_info()
+            run.trainer_peak, run.in_use = torch.cuda.max_memory_allocated(), run.total - free
     finally:
         data.rollouts.close()
-    moved = max(float((weights.end[name] - start).abs().max()) for name, start in weights.start.items())
-    held = watch.training, watch.generating
-    return Run(watch.metrics, watch.stale, moved, watch.first_step, trainer.global_step, *held, **memory)
+    run.moved, run.last_step = weights.moved, trainer.global_step
+    return run
 
 
 def steps_of(setting: Setting) -> int:
@@ -319,7 +306,7 @@ def steps_of(setting: Setting) -> int:
 
 
 @cache
-def run(setting: Setting) -> Run:
+def run_once(setting: Setting) -> Run:
     return train(setting, own_engine(setting, transport="ipc"), steps_of(setting), keep=True)
 
 
@@ -340,7 +327,7 @@ def timed(found: Run, setting: Setting) -> str:
 
 
 def iterations(setting: Setting) -> Finding:
-    found = run(setting)
+    found = run_once(setting)
     numbers = [m[name] for m in found.metrics for name in ("train/loss_policy", "train/grad_norm")]
     norm = min(m["train/grad_norm"] for m in found.metrics)
     ok = all(map(math.isfinite, numbers)) and norm > 0 and found.moved > 0 and found.last_step == steps_of(setting)
@@ -349,7 +336,7 @@ def iterations(setting: Setting) -> Finding:
 
 
 def beside(setting: Setting) -> Finding:
-    found = run(setting)
+    found = run_once(setting)
     if setting.cpu:
         return Finding(found.last_step == steps_of(setting), "both ran; memory is shared out on a GPU only")
     figure = (
@@ -361,7 +348,7 @@ def beside(setting: Setting) -> Finding:
 
 
 def pushed_by_ipc(setting: Setting) -> Finding:
-    return synchronised(run(setting), "train with --data.rollouts.engine.transport files, and report this row")
+    return synchronised(run_once(setting), "train with --data.rollouts.engine.transport files, and report this row")
 
 
 def pushed_by_files(setting: Setting) -> Finding:

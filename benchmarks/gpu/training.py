@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,6 +68,11 @@ class Weights(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         self.end = self.of(trainer, module)
 
+    @property
+    def moved(self) -> float:
+        """The largest change of a weight."""
+        return max(float((self.end[name] - start).abs().max()) for name, start in self.start.items())
+
     @staticmethod
     def of(trainer: L.Trainer, module: Any) -> dict[str, torch.Tensor]:
         whole = torch.Tensor.detach
@@ -89,14 +94,12 @@ def one_step(setting: Setting, trainer: dict[str, Any] | None = None, **model: A
     folder = model_folder(setting, FEW)
     lengths = [20, 60, 33, 51] if setting.cpu else [130, 700, 311, 1000, 64, 257, 512, 900]
     rows = trajectories(lengths, 4, shape_of(setting)["vocab_size"])
-    options = {
-        "max_tokens_per_micro_batch": 2 * max(lengths),
-        "logits_chunk": 256,
-        "max_grad_norm": 0.0,
-        "num_mini_batches": 1,
-    }
     torch.manual_seed(0)  # adapters start at random
-    module, weights = GradientStep(folder, temperature=1.0, **options, **model), Weights()
+    weights = Weights()
+    module = GradientStep(
+        folder, temperature=1.0, max_tokens_per_micro_batch=2 * max(lengths), logits_chunk=256, max_grad_norm=0.0,
+        num_mini_batches=1, **model,
+    )  # fmt: skip
     fit(setting, module, [rows], callbacks=[weights], **trainer or {})
     logprobs = [x for _, values in module.last_token_values for x in values["old_logprobs"]]
     step = {name: weights.start[name] - end for name, end in weights.end.items()}
@@ -111,7 +114,7 @@ def expected(setting: Setting, lora: LoRA | None = None) -> tuple[Step, tuple[fl
 
 
 def compared(
-    setting: Setting, cure: str, trainer: dict[str, Any] | None = None, lora: LoRA | None = None, **model: Any
+    setting: Setting, instead: str, trainer: dict[str, Any] | None = None, lora: LoRA | None = None, **model: Any
 ) -> Finding:
     """Compare the optimiser step in one form (packed, chunked, ...) with the padded form in float32."""
     # first, because Liger and ZeRO-3 change how models are built
@@ -121,7 +124,7 @@ def compared(
     figure = f"log-probs off by {gap:.0e} nats of {most[0]:g} at most, gradient by {error:.1e} of {most[1]:g}"
     if not setting.cpu:
         figure += f" (bfloat16 without it: {plain_gap:.0e}, {plain_error:.1e})"
-    return Finding(gap <= most[0] and error <= most[1], figure, cure)
+    return Finding(gap <= most[0] and error <= most[1], figure, f"train {instead}, and report this row")
 
 
 def differences(exact: Step, found: Step) -> tuple[float, float]:
@@ -134,30 +137,17 @@ def differences(exact: Step, found: Step) -> tuple[float, float]:
     return float((found.logprobs - exact.logprobs).abs().mean()), math.sqrt(sum(squares)) / norm
 
 
-def packed(setting: Setting) -> Finding:
-    return compared(setting, "train with --model.packing false, and report this row", packing=True)
-
-
-def lora(setting: Setting) -> Finding:
-    return compared(setting, "train without model.lora, and report this row", lora=LoRA(), packing=True)
-
-
-def liger(setting: Setting) -> Finding:
-    return compared(setting, "train with --model.liger false, and report this row", liger=True)
-
-
-def zero2(setting: Setting) -> Finding:
-    return sharded(setting, "zero2")
-
-
-def zero3(setting: Setting) -> Finding:
-    return sharded(setting, "zero3")
-
-
 def sharded(setting: Setting, strategy: str) -> Finding:
     import lightning_modules.sharding.strategies  # noqa: F401  # registers zero2 and zero3
 
-    return compared(setting, "train with --trainer.strategy ddp, and report this row", {"strategy": strategy})
+    return compared(setting, "with --trainer.strategy ddp", {"strategy": strategy})
+
+
+packed = partial(compared, instead="with --model.packing false", packing=True)
+lora = partial(compared, instead="without model.lora", lora=LoRA(), packing=True)
+liger = partial(compared, instead="with --model.liger false", liger=True)
+zero2 = partial(sharded, strategy="zero2")
+zero3 = partial(sharded, strategy="zero3")
 
 
 # ---------------------------------------------------------------------- the output layer alone
@@ -268,25 +258,16 @@ def trained(setting: Setting, liger: bool = False) -> Trained:
     longest, micro, chunk = (64, 256, 64) if setting.cpu else (2048, 16384, LOGITS_CHUNK)
     config = shape_of(setting)
     rows = trajectories([longest] * (2 * micro // longest), 4, config["vocab_size"])
-    options = {
-        "packing": True,
-        "gradient_checkpointing": True,
-        "max_tokens_per_micro_batch": micro,
-        "logits_chunk": chunk,
-    }
-    module = GRPO(model_folder(setting), lr=1e-6, num_mini_batches=2, importance_cap=2.0, liger=liger, **options)
+    limits: dict[str, Any] = {"max_tokens_per_micro_batch": micro, "logits_chunk": chunk}
+    module = GRPO(
+        model_folder(setting), lr=1e-6, num_mini_batches=2, importance_cap=2.0, packing=True,
+        gradient_checkpointing=True, liger=liger, **limits,
+    )  # fmt: skip
     watch, weights, speed = Measured(-1 if liger else ITERATIONS - 1), Weights(), Throughput(on_policy=False)
     fit(setting, module, [rows] * ITERATIONS, callbacks=[watch, weights, speed])
-    moved = max(float((weights.end[name] - start).abs().max()) for name, start in weights.start.items())
     kind = "float32" if setting.cpu else "autocast"
-    training = Training(
-        policy=Dimensions.of(config),
-        precision=kind,
-        checkpointing=True,
-        max_tokens_per_micro_batch=micro,
-        logits_chunk=chunk,
-    )
-    return Trained(watch.metrics, moved, watch.peak, watch.head_s, training, longest, longest * len(rows))
+    training = Training(policy=Dimensions.of(config), precision=kind, checkpointing=True, **limits)
+    return Trained(watch.metrics, weights.moved, watch.peak, watch.head_s, training, longest, longest * len(rows))
 
 
 def step(setting: Setting) -> Finding:
