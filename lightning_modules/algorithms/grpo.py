@@ -184,6 +184,16 @@ class GRPO(OnPolicyModule):
         old = batch.sampler_logprobs if self.ratio_denominator == "sampler" else scores.old_logprobs
         return LossInputs(advantages, old, scores.reference_logprobs, kept)
 
+    def rows_without_gradient(self, inputs: LossInputs) -> Sequence[int]:
+        """Return the rows with advantage 0, such as those of a group with equal rewards. None where the loss has other
+        terms."""
+        own = type(self).loss is GRPO.loss and all(
+            type(transform).loss is AdvantageTransform.loss for transform in self.advantage_transforms
+        )
+        if not own or self.kl_coef > 0 or self.entropy_coef != 0:
+            return ()
+        return (inputs.advantages == 0).all(dim=1).nonzero()[:, 0].tolist()
+
     def loss(
         self, outputs: PolicyOutputs, batch: TokenBatch, inputs: LossInputs, weights: TokenWeights
     ) -> Mapping[str, Tensor]:

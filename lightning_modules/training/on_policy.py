@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -212,6 +212,10 @@ class OnPolicyModule(PolicyModule):
         Then they are None in ``LogprobBatch``, and the logged figures are those of the update's forward passes.
         """
         return True
+
+    def rows_without_gradient(self, inputs: Any) -> Sequence[int]:
+        """Return rows whose loss has no gradient. The update runs them forward only, for the metrics."""
+        return ()
 
     def streams(self, batch: TokenBatch, inputs: Any, weights: TokenWeights) -> Mapping[str, Tensor]:
         """Return the token weights [B, T] of each loss stream (policy, value). Their sum over the mini-batch and all
@@ -489,6 +493,34 @@ class OnPolicyModule(PolicyModule):
         whole = {name: divisor[list(index)].sum() for name, divisor in self.streams(batch, inputs, weights).items()}
         counts = dict(zip(whole, ranks.sum_over_ranks(torch.stack(list(whole.values()))), strict=True))
         losses: list[optimisation.MicroLosses] = []
+        idle = set(self.rows_without_gradient(inputs))
+        if not ranks.max_over_ranks(len(set(index) - idle), self.device):
+            idle = set()  # without any gradient AdamW would leave out its step, which moves weights by momentum
+        for backward in (True, False):
+            rows = [i for i in index if (i not in idle) is backward]
+            with torch.set_grad_enabled(backward):
+                losses += self._micro_batches(batch, inputs, weights, rows, counts, backward)
+        for name in counts:
+            self.metrics.mean(f"train/loss_{name}", 0.0, 1.0 / ranks.world_size())
+        learnt = any(bool(count > 0) for count in counts.values())
+        optimisation.step(self, self.trained_parts(), self.max_grad_norm, losses, self.metrics, idle=not learnt)
+        return learnt
+
+    def _micro_batches(
+        self,
+        batch: TokenBatch,
+        inputs: RowTensors,
+        weights: TokenWeights,
+        index: Sequence[int],
+        counts: Mapping[str, Tensor],
+        backward: bool,
+    ) -> Iterator[optimisation.MicroLosses]:
+        """Run the rows ``index`` through the trained models and the loss, and yield the losses of each micro-batch.
+
+        Args:
+            counts: divisor of each loss stream, over all ranks.
+            backward: whether to compute gradients, too.
+        """
         for group, length in plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
             micro = batch.rows(group, length)
             stats = self._token_stats(self.policy, micro)
@@ -502,16 +534,12 @@ class OnPolicyModule(PolicyModule):
                     f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"
                 )
             means = {f"train/loss_{name}": sums[name] / count.clamp(min=1e-8) for name, count in counts.items()}
-            losses.append(([self._rows[i] for i in group], {name: mean.detach() for name, mean in means.items()}))
-            optimisation.backward(self, cast("Tensor", sum(means.values())))
+            if backward:
+                optimisation.backward(self, cast("Tensor", sum(means.values())))
             self.metrics.mean("train/entropy", (stats.entropy * micro.mask).sum(), micro.mask.sum())
             for name, mean in means.items():  # the mean over ranks and mini-batches of a sum over micro-batches
                 self.metrics.mean(name, mean, 0.0)
-        for name in counts:
-            self.metrics.mean(f"train/loss_{name}", 0.0, 1.0 / ranks.world_size())
-        learnt = any(bool(count > 0) for count in counts.values())
-        optimisation.step(self, self.trained_parts(), self.max_grad_norm, losses, self.metrics, idle=not learnt)
-        return learnt
+            yield [self._rows[i] for i in group], {name: mean.detach() for name, mean in means.items()}
 
     # ------------------------------------------------------------------ checkpoints and metrics
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_modules.advantage_transforms import attribution
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, collate
+from lightning_modules.maths.losses import LossInputs
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import on_policy
 from rollout.trajectory import CallOutcome, Reward, StopReason, ToolCall, ToolRequest, ToolResult
@@ -196,6 +197,61 @@ def test_micro_batches_chunks_and_order_change_nothing(model_dir, teacher_dir, o
     assert figures["train/clip_fraction"] > 0
     for name, value in figures.items():
         assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_rows_with_advantage_zero_run_forward_only_and_nothing_changes(model_dir, num_mini_batches, monkeypatch):
+    """In the third iteration no group differs, and the weights still move, by momentum."""
+    equal = make_group(random.Random(5), "q1", [1, 1, 1])
+    batches = [groups(), groups(seed=1), equal]
+    forward, backward = [], []
+    loss = GRPO.loss
+
+    def watched(module, outputs, batch, inputs, weights):
+        found = loss(module, outputs, batch, inputs, weights)
+        (backward if found["policy"].requires_grad else forward).append(int(batch.mask.sum()))
+        return found
+
+    monkeypatch.setattr(GRPO, "loss", watched)
+    arguments = {"lr": 1e-3, "num_mini_batches": num_mini_batches, "max_tokens_per_micro_batch": 40}
+    weights, figures = train(GRPO(str(model_dir), **arguments), batches)
+    constant = sum(sum(t.loss_mask) for rows in batches[:2] for t in rows if t.group == "q1#2")
+    assert sum(forward) == constant > 0
+    tokens = sum(sum(t.loss_mask) for rows in batches for t in rows)
+    assert sum(forward) + sum(backward) == tokens
+    monkeypatch.setattr(GRPO, "rows_without_gradient", lambda self, inputs: ())
+    expected, same = train(GRPO(str(model_dir), **arguments), batches)
+    assert sum(forward) == constant
+    assert largest_difference(weights, expected) < 1e-6
+    assert figures == pytest.approx(same, rel=1e-3, abs=1e-5)
+    before, _ = train(GRPO(str(model_dir), **arguments), batches[:2])
+    assert largest_difference(before, expected) > 1e-5
+
+
+class OwnTransform(attribution.HardAttribution):
+    def loss(self, micro, inputs):
+        return None
+
+
+class OwnLoss(GRPO):
+    def loss(self, outputs, batch, inputs, weights):
+        return super().loss(outputs, batch, inputs, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (GRPO, {"entropy_coef": 0.01}),
+        (GRPO, {"kl_coef": 0.1, "reference": "teacher"}),
+        (GRPO, {"advantage_transforms": [OwnTransform()]}),
+        (OwnLoss, {}),
+    ],
+)
+def test_a_loss_with_other_terms_has_a_gradient_everywhere(kind, options):
+    module = kind("unused", **options)
+    assert module.rows_without_gradient(LossInputs(torch.zeros(2, 3), None, None, ())) == ()
+    assert GRPO("unused").rows_without_gradient(LossInputs(torch.eye(2), None, None, ())) == []
+    assert GRPO("unused").rows_without_gradient(LossInputs(torch.zeros(2, 3), None, None, ())) == [0, 1]
 
 
 def test_the_first_loss_is_the_mean_over_sequences_of_their_means(model_dir, teacher_dir):
