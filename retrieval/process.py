@@ -161,14 +161,11 @@ class RetrieverProcess:
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "retrieval.server", "--index", *self.indexes]
-        options = {
-            "--topk": self.topk, "--threads": self.settings.threads, "--k1": self.settings.k1,
-            "--b": self.settings.b, "--java-heap": self.settings.java_heap, "--encoder": self.settings.encoder,
-            "--device": self.settings.device, "--ef-search": self.settings.ef_search,
-            "--probes": self.settings.probes,
-        }  # fmt: skip
-        command += [str(part) for pair in options.items() if pair[1] is not None for part in pair]
-        return [*command, "--gpu"] if self.settings.gpu else command
+        options = {"topk": self.topk, **dataclasses.asdict(self.settings)}
+        for name, value in options.items():
+            if value is not None:
+                command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return command
 
     def _shared(self) -> str | None:
         return orjson.loads(os.environ.get(SHARED_VARIABLE, "{}")).get(self.identity)

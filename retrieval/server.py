@@ -50,7 +50,7 @@ from retrieval.retriever import Retriever, SearchSettings, check_indexes
 from retrieval.types import LOADING, Progress, RetrievalFailure, SearchBackend
 
 EXIT_WRONG_INPUT = 2
-EXIT_PORT_IN_USE = 3
+SETTINGS = [field.name for field in dataclasses.fields(SearchSettings)]
 PROGRESS_S = 1.0  # seconds between two checks of the loading progress
 STOP_S = 5.0  # seconds that requests may take to end after SIGTERM
 
@@ -332,8 +332,8 @@ def load(options: argparse.Namespace, settings: SearchSettings, progress: Progre
 
 
 def _require_none_given(options: argparse.Namespace) -> None:
-    names = ("corpus", "k1", "b", "java_heap", "encoder", "device", "ef_search", "probes", "gpu")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    names = [name for name in ("corpus", *SETTINGS) if name != "threads" and getattr(options, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in names]
     if given:
         raise ValueError(f"{', '.join(given)}: belong to --index; with --backend write them into {options.backend}")
 
@@ -344,10 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(number, lambda *_: os._exit(0))
     if options.parent is not None:
         _leave_with_parent(options.parent)
-    settings = SearchSettings(
-        options.threads, options.k1, options.b, options.java_heap, options.encoder, options.device, options.gpu,
-        options.ef_search, options.probes,
-    )  # fmt: skip
+    settings = SearchSettings(**{name: getattr(options, name) for name in SETTINGS})
     try:
         if options.backend is None:
             settings.check(check_indexes(options.index, options.corpus))

@@ -32,6 +32,7 @@ from common.files import write_atomically
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
+from experiments.registry.project import PACKAGES
 
 KEY_VERSION = 1  # raise it after a change of meaning; every stage then runs again
 KEY_LENGTH = 12
@@ -66,7 +67,6 @@ QUESTION_FILES = ("train_files", "val_files", "test_files", "files")  # or trace
 DATA = (*QUESTION_FILES, "trajectories", "corpus")  # that name files or folders
 INPUTS = (*MODELS, *DATA, "index", "vectors")
 FOLDERS = (*INPUTS, "folder", "source")  # options of our classes that may name a folder; other texts: files
-OURS = ("callbacks", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")  # packages
 PATHS = (Path, os.PathLike)
 TEXTS = (str, *PATHS, Any)
 KERNEL = ("/proc", "/sys")  # their files may be endless or wait for events
@@ -111,7 +111,7 @@ def is_input(text: str, root: Path) -> bool:
 def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
     """Return whether a class accepts a path for an option, by its annotation and ``FOLDERS``. Types are checked later,
     so this keeps a folder that is given as a learning rate from being read."""
-    ours = class_path.partition(".")[0] in OURS
+    ours = class_path.partition(".")[0] in PACKAGES
     wanted = PATHS if ours and is_folder and option not in FOLDERS else TEXTS
     module, _, name = class_path.rpartition(".")
     try:

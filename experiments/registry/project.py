@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("callbacks", "common", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.files import data_arguments
-from experiments.registry.keys import OURS, constructors
-from experiments.registry.project import ROOT
+from experiments.registry.keys import constructors
+from experiments.registry.project import PACKAGES, ROOT
 
 # Class of an earlier version -> its name now.
 RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly", "StepDivergence": "TurnDivergence"}
@@ -46,7 +46,7 @@ def import_class(class_path: str, where: str) -> Any:
 def _elsewhere(name: str) -> str:
     """Return a hint with the full path of this project's class called ``name``, or "" if no such class exists."""
     defines = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
-    for package in OURS:
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             if defines.search(path.read_text(encoding="utf-8")):
                 return f"; use '{'.'.join((*path.relative_to(ROOT).with_suffix('').parts, name))}'"

@@ -30,14 +30,13 @@ from callbacks.training.stop_request import StopRequested
 from common.errors import one_line
 from common.files import DiskFullError, is_no_room, write_atomically
 from experiments.registry.errors import ExperimentError
-from experiments.registry.project import ROOT
+from experiments.registry.project import PACKAGES, ROOT
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
 
 SUMMARY = "summary.json"  # what a task returned
 INTERRUPTED = 130
 REFUSED = 2  # the configuration is wrong; nothing has run
-PACKAGES = ("callbacks", "common", "data_modules", "experiments", "lightning_modules", "retrieval", "rollout")
 PARENT_VARIABLE = "COMPACT_AGENTS_PARENT"
 PR_SET_PDEATHSIG = 1
 # With these Lightning takes a process for one rank that srun started. Our jobs have one srun task per node.

@@ -85,16 +85,6 @@ class SkillRetriever(ABC):
         return None
 
 
-class NoSkills(SkillRetriever):
-    """Selects no skills, as the control of an experiment."""
-
-    def select(self, task: Task, text: str) -> Selection:
-        return Selection()
-
-    def possible(self) -> Iterable[Selection]:
-        return (Selection(),)
-
-
 class Full(SkillRetriever):
     """Selects every skill of the bank (``skill_all`` in the released code)."""
 

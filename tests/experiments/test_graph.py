@@ -7,8 +7,8 @@ import re
 import pytest
 
 from experiments.registry.errors import ExperimentError
-from experiments.registry.keys import FOLDERS, OURS, PathHasher
-from experiments.registry.project import ROOT
+from experiments.registry.keys import FOLDERS, PathHasher
+from experiments.registry.project import PACKAGES, ROOT
 from experiments.stages.graph import closure, missing_files
 
 FIT = """
@@ -165,7 +165,7 @@ def test_options_of_ours_that_name_a_folder_are_known():
     """By the text about the option. One that is not known keeps its key when the folder's files change."""
     watching = {"MLflowLogger.save_dir", "MLflowLogger.artifact_location", "SearchCache.path", "ShardsToo.module"}
     named = set()
-    for path in (path for room in OURS for path in (ROOT / room).rglob("*.py")):
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue

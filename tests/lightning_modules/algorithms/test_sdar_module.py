@@ -19,11 +19,12 @@ from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate
 from lightning_modules.metrics import StepMetrics
 from rollout.protocols.episodes import EpisodeProtocol
 from rollout.skills.bandit import UCB
-from rollout.skills.retrieval import NoSkills, TaskType
+from rollout.skills.retrieval import TaskType
 from rollout.system import RolloutSystem
 from tests.lightning_modules.algorithms.episode_helpers import TASKS, TYPES, EpisodeData, Rooms, episodes, say, skills
 from tests.lightning_modules.helpers import fit
 from tests.rollout.scripted import TextEngine
+from tests.rollout.skills.skill_examples import NoSkills
 
 WINDOWS = [None, 1]
 EXACT = {"lr": 1e-3, "num_mini_batches": 1}

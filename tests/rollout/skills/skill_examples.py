@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
+from rollout.skills.bank import Selection
+from rollout.skills.retrieval import SkillRetriever
 from rollout.trajectory import Task
 
 _JSON = {
@@ -43,6 +46,16 @@ _JSON = {
 def bank_json() -> dict[str, Any]:
     """A copy, to be spoilt."""
     return copy.deepcopy(_JSON)
+
+
+class NoSkills(SkillRetriever):
+    """Selects no skills."""
+
+    def select(self, task: Task, text: str) -> Selection:
+        return Selection()
+
+    def possible(self) -> Iterable[Selection]:
+        return (Selection(),)
 
 
 def task(id: str = "t1", question: str = "", data_source: str = "pick_clean", **metadata: Any) -> Task:

@@ -6,8 +6,8 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from rollout.skills.injection import HEADER, Skills
-from rollout.skills.retrieval import Full, Keyword, NoSkills, TaskType
-from tests.rollout.skills.skill_examples import bank_json, task, words
+from rollout.skills.retrieval import Full, Keyword, TaskType
+from tests.rollout.skills.skill_examples import NoSkills, bank_json, task, words
 
 
 @pytest.fixture

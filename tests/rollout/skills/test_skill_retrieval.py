@@ -7,7 +7,7 @@ import pytest
 from rollout.skills.bandit import UCB
 from rollout.skills.bank import SkillBank
 from rollout.skills.reading import read_bank
-from rollout.skills.retrieval import Full, Keyword, NoSkills, Random, Shuffled, TaskType
+from rollout.skills.retrieval import Full, Keyword, Random, Shuffled, TaskType
 from tests.rollout.skills.skill_examples import bank_json, task
 
 BANK = SkillBank.from_json(bank_json())
@@ -25,12 +25,10 @@ def categories(retriever, the_task, text="", bank=BANK):
     return selection.categories
 
 
-def test_full_and_none():
+def test_full():
     assert categories(Full(), task()) == ("clean", "heat", "compare")
     ids = [skill.id for skill in Full.select(bound(Full()), task(), "").skills]
     assert ids == ["gen_001", "gen_002", "cle_001", "cle_002", "hea_001", "com_001"]
-    nothing = bound(NoSkills()).select(task(), "clean")
-    assert (nothing.skills, nothing.categories) == ((), ())
 
 
 def test_task_type():
@@ -118,7 +116,6 @@ def test_random_draws_by_task_and_seed_and_nothing_else():
 def test_what_can_be_selected():
     assert [s.categories for s in bound(TaskType()).possible()] == [("clean",), ("heat",), ("compare",)]
     assert [s.categories for s in bound(Full()).possible()] == [("clean", "heat", "compare")]
-    assert [s.skills for s in bound(NoSkills()).possible()] == [()]
 
 
 def test_binding():
