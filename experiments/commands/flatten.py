@@ -16,7 +16,7 @@ import yaml
 
 from experiments.commands.command import command
 from experiments.registry.compose import resolve
-from experiments.registry.keys import constructors
+from experiments.registry.constructors import constructors
 from experiments.registry.listing import load
 from experiments.registry.project import Project
 from experiments.stages.classes import import_class

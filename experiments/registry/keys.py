@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from common.digests import sha256
 from common.errors import one_line
 from common.files import write_atomically
 from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
+from experiments.registry.constructors import arguments_of
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import PACKAGES
 
@@ -118,23 +118,10 @@ def takes_path(class_path: str, option: str, is_folder: bool) -> bool:
         target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):  # the check of the classes reports it
         return False
-    for function in constructors(target):
-        try:
-            parameters = inspect.signature(function).parameters
-            if option in parameters:
-                return _has(get_type_hints(function).get(option, Any), wanted)
-        except (NameError, TypeError, ValueError):  # names of a TYPE_CHECKING block; a builtin without signature
-            return wanted is TEXTS
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return False
-    return wanted is TEXTS
-
-
-def constructors(target: Any) -> list[Any]:
-    """Return the ``__init__`` methods of a class and its bases, nearest first; for a function, the function itself."""
-    if not inspect.isclass(target):
-        return [target]
-    return [vars(c)["__init__"] for c in inspect.getmro(target) if "__init__" in vars(c)]
+    arguments = arguments_of(target)
+    if (parameter := arguments.known.get(option)) is not None:
+        return _has(parameter.annotation, wanted)
+    return not arguments.complete and wanted is TEXTS
 
 
 def _has(hint: Any, wanted: Sequence[Any]) -> bool:

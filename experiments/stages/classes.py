@@ -1,4 +1,4 @@
-"""Finds classes by their class path, and reads their constructors."""
+"""Finds classes by their class path."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.files import data_arguments
-from experiments.registry.keys import constructors
 from experiments.registry.project import PACKAGES, ROOT
 
 # Class of an earlier version -> its name now.
@@ -78,44 +77,3 @@ def unwritten(target: Any) -> list[str]:
         return []
     static = ((name, inspect.getattr_static(target, name, None)) for name in dir(target))
     return [f"the method '{name}'" for name, member in static if getattr(member, "__isabstractmethod__", False)]
-
-
-def parameter_of(target: Any, name: str) -> tuple[inspect.Parameter | None, Any]:
-    """Return a parameter of a class's constructor or of its base classes', with its type annotation. Returns (None,
-    Any) if the parameter is unknown."""
-    for function in constructors(target):
-        try:
-            parameter = inspect.signature(function).parameters.get(name)
-            hint = get_type_hints(function, include_extras=True).get(name, Any) if parameter else Any
-        except Exception:  # a builtin has no signature; a TYPE_CHECKING block hides names
-            return None, Any
-        if parameter is not None:
-            return parameter, hint
-    return None, Any
-
-
-def required_arguments(target: Any) -> list[str]:
-    """Return the names of the arguments without default in the class's own constructor. The class may pass those of its
-    bases itself."""
-    try:
-        parameters = inspect.signature(constructors(target)[0]).parameters.values()
-    except (TypeError, ValueError, IndexError):
-        return []
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
-    return [p.name for p in named if p.default is p.empty]
-
-
-def argument_names(target: Any) -> list[str] | None:
-    """Return the names of all arguments that a class accepts, following ``**kwargs`` to its bases; None if they are
-    unknown."""
-    names: list[str] = []
-    for function in constructors(target):
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # builtins have no signature
-            return None
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        names += [name for name in named if name != "self"]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return names
-    return None if not inspect.isclass(target) else names

@@ -17,10 +17,11 @@ from annotated_types import Ge, Le
 
 from experiments.registry import hardware
 from experiments.registry.compose import Config
+from experiments.registry.constructors import arguments_of
 from experiments.registry.errors import ExperimentError, nearest, require_keys
 from experiments.registry.keys import MODELS
 from experiments.stages import option_types, requirements, startup
-from experiments.stages.classes import argument_names, import_class, parameter_of, required_arguments, unwritten
+from experiments.stages.classes import import_class, unwritten
 from experiments.stages.graph import Stage, closure, require_files, strings
 from experiments.stages.parser import cli, instantiate, refusals
 from experiments.stages.rollout_tools import check_rollouts
@@ -226,7 +227,7 @@ def _check_lightning(config: Config, where: str) -> str | None:
     from experiments.stages import trainer_options
 
     trainer = config.get("trainer") or {}
-    require_keys(trainer, argument_names(Trainer), where, "trainer.")
+    require_keys(trainer, arguments_of(Trainer).known, where, "trainer.")
     check_arguments(Trainer, "Trainer", trainer, "trainer", where, trainer_options.TYPES)
     load = partial(import_class, where=where)
     kinds = (("model", LightningModule), ("data", LightningDataModule))
@@ -252,8 +253,8 @@ def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Conf
             node[leaf] = [*(old or ()), *(value if isinstance(value, list) else [value])]
         elif leaf == "class_path" or (isinstance(old, dict) and isinstance(value, str) and "." in value):
             block = node if leaf == "class_path" else old
-            names = argument_names(import_class(text, where))
-            kept = {k: v for k, v in (block.get("init_args") or {}).items() if names is None or k in names}
+            new = arguments_of(import_class(text, where))
+            kept = {k: v for k, v in (block.get("init_args") or {}).items() if k in new.known or not new.complete}
             block |= {"class_path": text, "init_args": kept}
         else:
             node[leaf] = value
@@ -307,15 +308,13 @@ def check_arguments(
     Raises:
         ExperimentError: the first argument that does not fit.
     """
-    valid = argument_names(target)
+    arguments = arguments_of(target)
     for key, value in given.items():
-        at = f"{path}.{key}"
-        if valid is not None and key not in valid:
-            raise ExperimentError(
-                f"{where}: unknown key '{at}': {name} has no such argument{RENAMED.get(key) or nearest(key, valid)}"
-            )
-        parameter, hint = parameter_of(target, key)
-        hint = (narrower or {}).get(key, hint)
+        at, parameter = f"{path}.{key}", arguments.known.get(key)
+        if parameter is None and arguments.complete:
+            instead = RENAMED.get(key) or nearest(key, arguments.known)
+            raise ExperimentError(f"{where}: unknown key '{at}': {name} has no such argument{instead}")
+        hint = (narrower or {}).get(key, Any if parameter is None else parameter.annotation)
         if value is None:
             if parameter is not None and parameter.default is not None and not option_types.takes_null(hint):
                 raise ExperimentError(f"{where}: '{at}' is null; expected a value; give one or leave the option out")
@@ -330,7 +329,7 @@ def check_arguments(
             check_names(value, at, where)
         else:
             check_arguments(kind, kind.__name__, value, at, where)
-    for key in required_arguments(target):
+    for key in arguments.required:
         if key not in given:
-            expected = option_types.describe(parameter_of(target, key)[1])
+            expected = option_types.describe(arguments.known[key].annotation)
             raise ExperimentError(f"{where}: '{path}.{key}' is missing, which {name} needs; expected {expected}")
