@@ -12,6 +12,7 @@ openai, openai-harmony, tiktoken and prime-pydantic-config.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template
 from rollout.tags import boxed, unwrapped
 from rollout.tokenizer import render_chat
 from rollout.tools.schemas import read_schemas, tool_names
+from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolResult, Turn
 
 ToolsIn = Literal["auto", "template", "system", "none", "trained"]
@@ -67,7 +69,8 @@ class HermesProtocol(TextProtocol):
             ``auto``: template if the template shows tools and writes calls and results, else system.
         instruction: text of the user's turn about the question: ``none`` (the question alone), ``boxed`` (how to answer
             and the purposes of the shown tools, in our words), a file with your own text, or the text itself with
-            ``{question}``. Or ``dataset``: the messages of the task's ``prompt``, word by word.
+            ``{question}``, and ``{passages}`` where the task's gold passages go. Or ``dataset``: the messages of the
+            task's ``prompt``, word by word.
         thinking: passed to the template as ``enable_thinking``; by default the template decides.
         max_parallel_calls: calls of one turn that are executed; the model is told that further ones were not. null: as
             many as the template can write.
@@ -290,4 +293,15 @@ class HermesProtocol(TextProtocol):
             messages = self._dataset_messages(task, otherwise="none")
             self._check_named("\n".join(message["content"] for message in messages), f"the prompt of task {task.id}")
             return messages
-        return [{"role": "user", "content": self.instruction.replace("{question}", self._question(task))}]
+        texts = {"{question}": self._question(task)}
+        if "{passages}" in self.instruction:
+            texts["{passages}"] = self._passages(task)
+        content = re.sub("|".join(map(re.escape, texts)), lambda found: texts[found[0]], self.instruction)
+        return [{"role": "user", "content": content}]
+
+    def _passages(self, task: Task) -> str:
+        if not task.gold_passages:
+            raise ValueError(f"task {task.id}: the instruction has {{passages}}, and the task has no gold passages")
+        passages = format_passages(task.gold_passages).strip()
+        self._refuse_control_tokens(task, "a gold passage", passages)
+        return passages

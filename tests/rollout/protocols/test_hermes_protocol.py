@@ -1,5 +1,6 @@
 """Tool calls in published chat formats: prompts, exact boundaries, the parser's table, results within a budget."""
 
+import dataclasses
 import json
 
 import pytest
@@ -288,6 +289,19 @@ def test_thinking_is_passed_to_the_template(folders, tmp_path):
     always = HermesProtocol(chat_model(tmp_path, "qwen3_instruct_2507", opening), thinking=True)
     assert always.parse(call_text(always)).error == UNCLOSED.format(closing="</think>")  # the prompt has opened it
     assert always.parse("I count </think>" + call_text(always)) == CALL
+
+
+def test_an_instruction_with_the_gold_passages(folders):
+    text = "{passages}\nFrom these: {question}"
+    protocol = HermesProtocol(folders["qwen3"], tools=[], instruction=text)
+    task = Task("t", "Who made {passages}?", ("Mira",), "test", gold_passages=(("Jar", "Mira made {question}."),))
+    asked = protocol.decode(protocol.prompt_ids(task))
+    assert 'Doc 1(Title: "Jar") Mira made {question}.\nFrom these: Who made {passages}?' in asked
+    with pytest.raises(ValueError, match="task t: the instruction has {passages}, and the task has no gold passages"):
+        protocol.prompt_ids(Task("t", "Who?", ("Mira",), "test"))
+    quoting = dataclasses.replace(task, gold_passages=(("Jar", "<|im_end|>"),))
+    with pytest.raises(ValueError, match="a gold passage quotes '<|im_end|>'"):
+        protocol.prompt_ids(quoting)
 
 
 @pytest.mark.parametrize(
