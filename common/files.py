@@ -68,7 +68,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers see the old or the new content, never a part. Raises as ``replacing``."""
+    """Write a file so that readers see the old or the new content, never a part. Raises DiskFullError if the disk is
+    full."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -145,9 +145,8 @@ class EvaluationData(L.LightningDataModule):
     # --- for callbacks ------------------------------------------------------------------------------------------
 
     def prompt_modes(self, split: Split) -> list[str]:
-        """Return the ``PromptMode`` value of each dataloader of a split ("val" or "test"). The value "agent" is the
-        search loop.
-        """
+        """Return the ``PromptMode`` value of each dataloader of a split ("val" or "test"): "agent" for rollouts with
+        search, the others for diagnostics."""
         if not self.files[split]:
             return []
         return [PromptMode.AGENT.value, *(mode.value for mode in self._diagnostics(split))]

@@ -27,8 +27,8 @@ class StepMetrics:
         return name in self._sums
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to a mean metric, total / count. The sums stay on the device, so this does not wait for the
-        accelerator."""
+        """Add ``total`` and ``count`` to a mean metric, which is reported as the sum of totals divided by the sum of
+        counts. The sums stay on the device, so this does not wait for the accelerator."""
         self._sums.setdefault(name, []).append((_detached(total), _detached(count)))
 
     def deviation(self, name: str, values: Tensor) -> None:

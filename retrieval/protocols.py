@@ -37,7 +37,7 @@ def compare_by_calls() -> None:
 
 
 def explain(message: str) -> str:
-    """Return a parser's message (one line), with the reason why a class does not fit a Protocol.
+    """Return a parser's error message; if a class does not fit a Protocol, the message also says why.
 
     In a Union the message has no class path; then the last refusal is the reason.
     """

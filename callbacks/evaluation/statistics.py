@@ -113,7 +113,8 @@ def bootstrap_function(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Return a function of several means, such as a ratio of sums, with its 95 % bootstrap interval over questions.
+    """Return ``function`` of the means of several measures, such as a ratio of two means, with its 95 % bootstrap
+    interval over questions.
 
     Args:
         columns: one sequence per measure, each with one value per question, in the same order.

@@ -31,8 +31,8 @@ def serve_flags(protocol: Any) -> list[str]:
 
 
 def _thinks(protocol: Any) -> bool:
-    """Return whether the protocol's chat template asks the model to think. Its ``<think>`` alone does not: Qwen3's
-    Instruct models, which do not think, drop it from earlier turns."""
+    """Return whether the protocol's chat template makes the model think. A ``<think>`` in the template is not enough:
+    the templates of Qwen3's Instruct models use it only to remove thinking from earlier turns."""
     chat, template = protocol.chat, str(protocol.tokenizer.chat_template)
     opening = chat.thinking_tags[0]
     if chat.options.get("enable_thinking") is False:

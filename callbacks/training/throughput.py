@@ -81,7 +81,7 @@ class Throughput(L.Callback):
         if is_trajectories(batch):
             pl_module.log_dict(_rates(batch, sum(times.values())), sync_dist=sync, reduce_fx="sum", batch_size=1)
             if sampled:
-                rate = rollout_rate(batch, generated or self._waited["rollout"])
+                rate = rollout_tokens_per_s(batch, generated or self._waited["rollout"])
                 pl_module.log("throughput/rollout_tokens_per_s", rate, sync_dist=sync, batch_size=1)
 
 
@@ -107,8 +107,9 @@ def phase_seconds(trainer: L.Trainer) -> dict[str, float]:
     return totals
 
 
-def rollout_rate(batch: Sequence[Trajectory], rollout_s: float) -> float:
-    """Return how many tokens all ranks sampled per second of the slowest rank. A collective.
+def rollout_tokens_per_s(batch: Sequence[Trajectory], rollout_s: float) -> float:
+    """Return the rollout throughput in tokens per second: tokens sampled on all ranks, divided by the rollout time of
+    the slowest rank. A collective.
 
     Args:
         batch: this rank's trajectories, after the exchange between ranks.

@@ -67,10 +67,9 @@ def _conversation(path: Path, number: int, row: dict[str, Any], typed: bool) -> 
 
 
 def _fault(roles: Sequence[str]) -> str | None:
-    """Return the reason why this order of roles cannot be trained on, or None. ``no_assistant``; ``unfinished``: the
-    last message is not the assistant's; ``wrong_order``: such as two assistant messages in a row, or a result without a
-    call.
-    """
+    """Return why a conversation with these message ``roles`` cannot be trained on, or None: ``no_assistant``;
+    ``unfinished`` (the last message is not the assistant's); ``wrong_order`` (such as two assistant messages in a row,
+    or a tool result without a call)."""
     if "assistant" not in roles:
         return "no_assistant"
     if roles[-1] != "assistant":

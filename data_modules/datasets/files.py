@@ -122,7 +122,8 @@ def _kind_of(fault: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text for a message, such as "2-4, 7": the first SHOWN_ROWS runs, then a count."""
+    """Return sorted numbers as text for a message, such as "2-4, 7 and 5 more". Names at most SHOWN_ROWS ranges, and
+    counts the other numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -88,7 +88,8 @@ def read_tests(given: dict[str, Any], public: int = 0) -> dict[str, Any] | str:
 
 
 def _checked(tests: dict[str, Any]) -> dict[str, Any] | str:
-    """Return the tests of a program, or the reason (text) why the reward would refuse them in the middle of a run."""
+    """Return the ``tests`` of a program if the code reward accepts them, otherwise the reason (text) why it does
+    not."""
     try:
         check_tests(tests)
     except ValueError as fault:

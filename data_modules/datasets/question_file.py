@@ -276,9 +276,8 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question_of(messages: Sequence[dict[str, Any]], whole: bool) -> str:
-    """Return the question in a prompt: the last user message if ``whole`` or with a system message (ARPO). Otherwise
-    its text after "Question:".
-    """
+    """Return the question in a prompt's last user message: the text after "Question:", or the whole message if
+    ``whole`` or the prompt has a system message (ARPO)."""
     text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None) or ""
     return text if whole or any(m["role"] == "system" for m in messages) else text.partition(QUESTION_MARKER)[2]
 

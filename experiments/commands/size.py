@@ -89,7 +89,8 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
-    """Return a stage's training run on ``gpus`` GPUs as ``Sized``, from its configuration and its models' shapes."""
+    """Collect the figures of a stage's training run on ``gpus`` GPUs that the memory and time estimates need, as
+    ``Sized``. Reads the configuration and the models' shapes."""
     model = stage.config["model"]["init_args"]
     trainer, data = stage.config.get("trainer") or {}, (stage.config.get("data") or {}).get("init_args") or {}
     rollouts = (data.get("rollouts") or {}).get("init_args") or {}

@@ -36,8 +36,8 @@ VISIBLE_S = 20.0  # network file systems show a new file late
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return the launcher options NNODES and NPROC as overrides of the Trainer, so that both forms give the stage the
-    same key."""
+    """Return the launcher options NNODES and NPROC as Trainer overrides (``--trainer.num_nodes=2``). Both spellings
+    then give a stage the same key."""
     pairs = (("num_nodes", args.nodes), ("devices", args.processes))
     return [f"--trainer.{key}={value}" for key, value in pairs if value is not None]
 

@@ -60,7 +60,8 @@ def _resolve_stage(name: str) -> str:
 
 
 def _per_device(gpu: Any, cpu: Any, with_bfloat16: Any = None, *, _node_: Any, _root_: Any) -> Any:
-    """Resolve ``${per_device:GPU,CPU}``, or with a third value for processors that compute in bfloat16."""
+    """Return the value of an option written as ``${per_device:GPU,CPU}``, chosen by the run's device. An optional third
+    value is for CPUs that compute in bfloat16."""
     places = ("trainer.accelerator", "values.accelerator")
     device = device_of(next((name for place in places if (name := OmegaConf.select(_root_, place))), None))
     value = gpu if device == "gpu" else cpu if with_bfloat16 is None or not cpu_has_bfloat16() else with_bfloat16
@@ -99,8 +100,8 @@ def compose(name: str, directories: tuple[Path, ...], _chain: tuple[str, ...] = 
 
 
 def check_keys(config: Config, where: str) -> None:
-    """Raise ExperimentError for an unknown key in an experiment file, at the top or under ``experiment:``, or an
-    unknown column or score."""
+    """Check a loaded experiment file. Raises ExperimentError for an unknown section, ``experiment:`` key, column or
+    score."""
     require_keys(config, SECTIONS, where)
     about = config.get("experiment") or {}
     if isinstance(about, dict):

@@ -35,6 +35,8 @@ class Overrides:
     stages: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     def for_stage(self, name: str, *, is_target: bool) -> tuple[tuple[str, str], ...]:
+        """Return the overrides (path, value) that apply to the stage ``name``. Of the experiment's own overrides, a
+        stage that it depends on gets only ``paths.*``."""
         shared = tuple(pair for pair in self.own if is_target or pair[0].startswith("paths."))
         return (*shared, *self.stages.get(name, ()))
 
@@ -83,8 +85,8 @@ def _check_head(path: str) -> None:
 
 
 def apply(config: Config, pairs: Sequence[tuple[str, str]]) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration with the simple overrides applied, and the arguments that only the parser can apply, in
-    order."""
+    """Apply overrides (path, value) to a configuration. Returns the new configuration, and the overrides that only the
+    option parser can apply, as arguments in order."""
     config = copy.deepcopy(config)
     for_parser: list[str] = []
     touched: list[str] = []  # changed by the parser, which must then apply later edits below it, too

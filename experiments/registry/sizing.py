@@ -137,7 +137,7 @@ def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
         largest = max(d.hidden * max(d.vocabulary, d.mlp) for d in t.models)  # a matrix is gathered whole
         parts["gathered parameters"] = t.element * min(max(t.live_parameters, largest), t.frozen_base + t.trained)
     # The layer that checkpointing recomputes keeps its activations after the logits are freed.
-    work = {"activations": activations(t) + max(0.0, recomputed(t) - logits(t)), "logits": logits(t)}
+    work = {"activations": activations(t) + max(0.0, recomputed_activations(t) - logits(t)), "logits": logits(t)}
     if t.precision == "autocast" and not t.sharded:
         work["autocast's copies"] = autocast_copies(t)
     # AdamW takes a root of all second moments at once, after the rest is freed; DeepSpeed steps in groups.
@@ -199,9 +199,9 @@ def activations(t: Training) -> float:
     return t.max_tokens_per_micro_batch * sum(per_token)
 
 
-def recomputed(t: Training) -> float:
-    """Return the bytes of activations in the one layer at a time that gradient checkpointing recomputes; 0 without
-    checkpointing."""
+def recomputed_activations(t: Training) -> float:
+    """Return the bytes of activations that gradient checkpointing holds while it recomputes one layer, the largest. 0
+    without checkpointing."""
     return t.max_tokens_per_micro_batch * max(layer_bytes(t, d) for d in t.models) if t.checkpointing else 0.0
 
 

@@ -291,8 +291,8 @@ class MaskAfterError(TurnWeighting):
 
 
 def turns_after_error(inputs: TurnInputs) -> Tensor:
-    """Return how many turns each turn is after the first erroneous one [B, K]: 0 for that turn, negative before it,
-    -inf in rows without an error."""
+    """Return the signed distance of each turn, in turns, from the trajectory's first erroneous turn [B, K]: 0 at that
+    turn, negative before it, -inf in rows without an error."""
     errors = inputs.divergences.tokens.new_tensor([_error_turn(t) for t in inputs.trajectories])[:, None]
     return torch.arange(1, inputs.divergences.tokens.shape[1] + 1, device=errors.device)[None] - errors
 

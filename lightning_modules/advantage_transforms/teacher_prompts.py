@@ -30,7 +30,8 @@ TEMPLATES: dict[str, str] = {
 
 
 class TeacherPrompts(ConfigRepr):
-    """Base of prompts that a teacher reads instead of the student's. The responses stay as they were sampled."""
+    """Base class of prompts for a teacher: the teacher scores the student's sampled response after its own prompt
+    instead of the student's."""
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse a data module for which the teacher's prompts cannot be rendered."""

@@ -140,8 +140,8 @@ class GRPO(OnPolicyModule):
         self.check_samples(getattr(data, "group_size", None))
 
     def check_samples(self, group_size: int | None) -> None:
-        """Raise ValueError if groups have one trajectory, but trajectories are compared. The dry run calls this,
-        too."""
+        """Raise ValueError if groups have one trajectory, but advantages compare the rewards of a group. The dry run
+        calls this, too."""
         if group_size == 1 and self.compares:
             raise ValueError(
                 "data.group_size is 1, so that every group advantage is 0; sample more per prompt, or take "

@@ -97,7 +97,7 @@ class SkillSD(GRPO):
 
 
 class RLSD(GRPO):
-    """GRPO by turn (EpisodeGRPO) in which a self-teacher with skills (advice texts) shares out the advantage among a
+    """GRPO by turn (EpisodeGRPO) in which a self-teacher with skills (advice texts) redistributes the advantage among a
     turn's tokens, see ``SkillShares``.
 
     Args:

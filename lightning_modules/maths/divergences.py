@@ -173,8 +173,8 @@ class TAIDSchedule:
         self.t = self.t_start if self.t < 0 else self.t
 
     def update(self, loss: float, step: int) -> float:
-        """Update and return the coefficient t after an optimiser step, the ``step``-th from 0. The first call only
-        stores the loss."""
+        """Update TAID's coefficient t from the ``loss`` of optimiser step number ``step`` (from 0), and return t. The
+        first call only stores the loss."""
         if self.previous_loss is None:
             self.previous_loss = loss
             return self.t

@@ -201,7 +201,7 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def compares(self) -> bool:
-        """Whether a trajectory's reward teaches only by comparison with the rewards of its group."""
+        """Whether advantages compare rewards within a group, so that a group with equal rewards teaches nothing."""
         return True
 
     @property
@@ -278,13 +278,13 @@ class OnPolicyModule(PolicyModule):
             found |= transform.frozen_models(self)
         return found
 
-    def read_by(self) -> dict[str, str]:
-        return super().read_by() | ({} if self.critic_path is None else {"critic": self.critic_path})
+    def models_reading_ids(self) -> dict[str, str]:
+        return super().models_reading_ids() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
         """Refuse models (reference, teacher, critic) without an embedding for a token id that the policy may sample.
         The dry run calls this, too, for models on this machine."""
-        for folder in self.read_by().values():
+        for folder in self.models_reading_ids().values():
             require_rows(self.policy_path, folder)
 
     def build_models(self) -> None:
@@ -362,7 +362,8 @@ class OnPolicyModule(PolicyModule):
 
     # ------------------------------------------------------------------ one iteration
     def token_weights(self, batch: TokenBatch, scores: LogprobBatch) -> TokenWeights:
-        """Return the weights of each token in the policy's loss (``TokenWeights``). Rows must be whole."""
+        """Return the weights of each token in the policy's loss (``TokenWeights``). ``batch`` must have complete rows,
+        because some weights depend on a row's other tokens."""
         aggregation = aggregation_weights(batch.mask, self.aggregation)
         correction = batch.mask
         if self.corrects:

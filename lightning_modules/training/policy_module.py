@@ -101,15 +101,16 @@ class PolicyModule(L.LightningModule):
         ``build_models`` loads the models."""
         return {}
 
-    def read_by(self) -> dict[str, str]:
-        """Return the folder of each model that reads the trajectories' token ids, by the module's attribute."""
+    def models_reading_ids(self) -> dict[str, str]:
+        """Return the folder of the policy and of every other model that reads the trajectories' token ids, by the
+        module's attribute."""
         frozen = {name: folder for name, (folder, _) in self.frozen_models().items()}
         return {"policy": self.policy_path} | frozen
 
     def check_ids(self, trajectories: Iterable[Trajectory]) -> None:
         """Raise ValueError if a model has no embedding for a token id of the trajectories. The model itself would raise
         an IndexError."""
-        known = {name: (folder, self._rows_of(name, folder)) for name, folder in self.read_by().items()}
+        known = {name: (folder, self._rows_of(name, folder)) for name, folder in self.models_reading_ids().items()}
         for t in trajectories:
             token = max((*t.prompt_ids, *t.response_ids))
             for name, (folder, rows) in known.items():

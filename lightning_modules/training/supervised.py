@@ -88,7 +88,7 @@ class SupervisedModule(PolicyModule):
                 f"{type(data).__name__} yields the student's own trajectories, and cross-entropy on these would only "
                 "repeat them; distil from a teacher with ce_coef: 0, or take SupervisedDataModule"
             )
-        for folder in self.read_by().values():
+        for folder in self.models_reading_ids().values():
             require_rows(self.policy_path, folder, sampled=samples)
         self.check_ids(getattr(data, "training_rows", ()))
 

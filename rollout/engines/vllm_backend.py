@@ -141,10 +141,11 @@ class WorkerExtension:
 
     def load_files(self, paths: list[str], skip: list[str]) -> None:
         self.reload_weights(weights_iterator=WeightFiles(paths).tensors(skip=skip))
-        self.refresh_tied_head(bool(skip))
+        self.repack_tied_head(bool(skip))
 
-    def refresh_tied_head(self, tied: bool) -> None:
-        """Update a tied output head, which keeps a packed copy of the old embedding on CPU."""
+    def repack_tied_head(self, tied: bool) -> None:
+        """Repack vLLM's output head after a weight update, if it is tied to the embedding and on CPU. There it keeps a
+        packed copy of the old embedding."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if tied and head is not None and next(head.parameters()).device.type == "cpu":
             head.quant_method.process_weights_after_loading(head)
@@ -372,7 +373,7 @@ class VLLMBackend:
         self._engine.collective_rpc(method, kwargs=arguments)
         if method == "finish_weight_update":
             self._receiving = False
-            self._engine.collective_rpc("refresh_tied_head", args=(bool(self._tied),))
+            self._engine.collective_rpc("repack_tied_head", args=(bool(self._tied),))
             self._recompute()
 
     def _abandon_transfer(self) -> None:

@@ -26,7 +26,8 @@ DEFAULT_LIMITS = ToolLimits()
 
 
 class QuestionAnswering:
-    """Makes one question-answering environment per trajectory. All share the tools, their queues and caches.
+    """Environment factory for question answering with tools: makes one environment per trajectory. All share the tools,
+    their queues and caches.
 
     Args:
         tools: tools by the name that the protocol uses.
@@ -67,9 +68,9 @@ class QuestionAnswering:
 
 
 class QuestionAnsweringEnvironment:
-    """One question-answering episode with tools, which runs the calls of one action at once. A call that a service
-    failed has outcome INFRASTRUCTURE, so the trajectory's record keeps it and its latency; the agent loop ends the
-    trajectory there."""
+    """Environment of one question: runs the tool calls of a turn concurrently, and returns their results without a
+    reward. A call whose service failed has outcome INFRASTRUCTURE: the trajectory records it with its latency, and the
+    agent loop ends the trajectory there."""
 
     def __init__(self, tools: dict[str, LimitedTool], tools_enabled: bool, max_calls: int | None = None) -> None:
         self._tools, self._enabled, self._max_calls = tools, tools_enabled, max_calls

@@ -100,8 +100,8 @@ class FirstPrompts:
 
     @property
     def longest(self) -> int | None:
-        """Most tokens that a first prompt may have, so that one token (per-turn prompts: a whole turn) still fits; None
-        without a limit."""
+        """Maximum length of a first prompt in tokens, or None without a limit. It leaves room for one sampled token
+        (with per-turn prompts: for a whole turn)."""
         if isinstance(self.protocol, PerTurnPrompts) and self.protocol.per_turn_prompts:
             return self.budgets.max_prompt_tokens
         return None if self.budgets.max_length is None else self.budgets.max_length - 1

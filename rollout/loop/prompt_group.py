@@ -215,7 +215,8 @@ class PromptGroup:
                     return
 
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with its reward, or as failed by infrastructure if the reward's service failed."""
+        """Return the trajectory with its reward. If the reward's service failed, return the trajectory marked as an
+        infrastructure failure."""
         if trajectory.failed_by_infrastructure or self.scorer is None:
             return trajectory
         try:

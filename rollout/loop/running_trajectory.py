@@ -100,7 +100,7 @@ class RunningTrajectory:
         self.tokens_computed += given - generation.cached_tokens + len(generation.token_ids)
 
     def open(self, first: Generation) -> None:
-        """Append the first sampled tokens of a turn. ``add_turn`` appends the others."""
+        """Open a turn with its first sampled tokens. ``add_turn`` appends the other tokens and closes the turn."""
         self.open_turn = len(self.response_ids)
         self._extend(first.token_ids, 1, first.logprobs)
         self.open_runs = _versions(first)
@@ -190,8 +190,8 @@ def _versions(generation: Generation) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class TurnGenerator:
-    """Samples turns with the engine. A turn takes one request, or two if the sampler's hook reads its first tokens in
-    between.
+    """Samples a trajectory's next turn from the engine. A turn takes one request, or two if the sampler inspects the
+    first tokens before the others are sampled.
 
     Args:
         entropy_tokens, top_logprobs: used for turns whose first tokens the sampler does not want.

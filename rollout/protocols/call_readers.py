@@ -121,8 +121,9 @@ def call_reader(name: str, tokenizer: Any, schemas: Sequence[dict[str, Any]], th
     return CallReader(name, VLLMCalls(name, tokenizer, schemas), "", thinking, "", name)
 
 
-def reader_without_calls(tokenizer: Any, thinking: Tags) -> CallReader:
-    """Return the reader of model turns without tools, which finds no calls."""
+def reader_without_tools(tokenizer: Any, thinking: Tags) -> CallReader:
+    """Return a reader of model turns for rollouts without tools: it separates the thinking from the answer, and finds
+    no tool calls."""
     if "<|channel|>" in tokenizer.chat_template and "<|message|>" in tokenizer.chat_template:
         return CallReader(HARMONY, no_calls, "", thinking, "", FORMATS[HARMONY].served_as, harmony_turn)
     return CallReader(HERMES, no_calls, "", thinking, "")

@@ -82,8 +82,8 @@ class EpisodeProtocol(TextProtocol):
 
     # ------------------------------------------------------------------ prompts
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
-        """Return the token ids [P] of the first turn's prompt. Raises ValueError without an observation, or in another
-        mode."""
+        """Return the token ids [P] of the first turn's prompt. Raises ValueError if the task has no first observation,
+        or if ``mode`` is not AGENT."""
         if mode is not PromptMode.AGENT:
             raise ValueError(f"mode {mode} asks for an answer without acting, which an episode does not allow")
         if not task.question.strip():

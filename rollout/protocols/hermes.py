@@ -19,7 +19,7 @@ from typing import Any, Literal
 from common.ranges import PositiveInt
 from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, with_tool_text
-from rollout.protocols.call_readers import HARMONY, VERL, choose_reader, reader_without_calls
+from rollout.protocols.call_readers import HARMONY, VERL, choose_reader, reader_without_tools
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
 from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.tags import boxed, unwrapped
@@ -117,7 +117,7 @@ class HermesProtocol(TextProtocol):
         if schemas:
             self.reader, several = choose_reader(self.chat, call_format, schemas)
         else:
-            self.reader, several = reader_without_calls(self.tokenizer, self.chat.thinking_tags), True
+            self.reader, several = reader_without_tools(self.tokenizer, self.chat.thinking_tags), True
         self.call_format = self.reader.name
         if not several and (max_parallel_calls or 1) > 1:
             raise ValueError(

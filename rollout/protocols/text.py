@@ -144,7 +144,8 @@ class TextProtocol:
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts of the tokenizer's special tokens, sorted: it reads each as one token everywhere."""
+    """Return the texts of the tokenizer's special tokens, sorted. The tokenizer reads each of them as one token, also
+    inside other text."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return tuple(sorted(added | set(tokenizer.all_special_tokens)))
 

@@ -72,8 +72,9 @@ class FictionalWorldTask(WorldTask):
     def _article(self, world: World, entity: Entity, rng: random.Random) -> str: ...
 
     @abstractmethod
-    def _transcript(self, task: Task) -> list[str]:
-        """Return the texts of a task as an agent would write them, to train the tokenizer."""
+    def _tokenizer_texts(self, task: Task) -> list[str]:
+        """Return the texts of one episode of a task, as an agent and its tools would write them, to train the tokenizer
+        on."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Write ``corpus.jsonl``, the question files, the tokenizer and the articles to ``output_dir``. Returns their
@@ -116,7 +117,7 @@ class FictionalWorldTask(WorldTask):
         other, rng = self._world(self.seed + LANGUAGE_SEED_OFFSET), random.Random(f"texts:{self.seed}")
         texts = [self._article(other, entity, rng) for entity in other.entities]
         texts += [passage.contents for passage in self.world.passages]
-        texts += [text for task in demonstrations[:2000] for text in self._transcript(task)]
+        texts += [text for task in demonstrations[:2000] for text in self._tokenizer_texts(task)]
         tokenizer = train_tokenizer(texts, self.vocab_size, self.digits)
         drawn = random.Random(f"articles:{self.seed}")
         articles = token_sequences(
@@ -180,8 +181,9 @@ class BuildWorld(FictionalWorldTask):
                 "questions of each kind; give more entities or ask for fewer questions"
             )
 
-    def _transcript(self, task: Task) -> list[str]:
-        """Return the expert's texts for a task, as if every search returned exactly the gold passages."""
+    def _tokenizer_texts(self, task: Task) -> list[str]:
+        """Return the texts of an episode that the scripted expert plays, as if every search returned exactly the gold
+        passages."""
         information = f"\n\n<information>{format_passages(task.gold_passages)}</information>\n\n"
         first, last = (self._expert.next_turn(task, seen) for seen in ("", information))
         return [f"Question: {task.question}\n", first, information, last]

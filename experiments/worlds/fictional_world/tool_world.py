@@ -65,8 +65,9 @@ class BuildToolWorld(FictionalWorldTask):
         problems = draw_problems(world, subjects, count, self.shares, rng, taken, frozenset(avoid))
         return [as_task(world, problem, f"{name}-{i}", name) for i, problem in enumerate(problems)]
 
-    def _transcript(self, task: Task) -> list[str]:
-        """Return the expert's texts for a task, as if one search returned exactly the gold passages."""
+    def _tokenizer_texts(self, task: Task) -> list[str]:
+        """Return the texts of an episode that the scripted expert plays, as if one search returned exactly the gold
+        passages."""
         found = f" <result>\n{format_passages(task.gold_passages)}\n</result>"
         computed = f"</python> <result>\n{task.golden_answers[0]}\n</result>"
         turns = (self._expert.next_turn(task, transcript) for transcript in ("", found, found + computed))

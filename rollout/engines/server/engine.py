@@ -142,7 +142,7 @@ class ServerEngine:
                 if not isinstance(error, OtherWeights) or not await pool.moved_on(held):
                     pool.lose(server, str(error))
                 continue
-            pool.sampled([*ids, *generation.token_ids], generation.policy_version, server)
+            pool.remember_cached([*ids, *generation.token_ids], generation.policy_version, server)
             return generation
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:

@@ -99,9 +99,9 @@ class ServerPool:
     def serving(self) -> list[ServerClient]:
         return [server for server in self.servers if server.lost is None]
 
-    def sampled(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
-        """Remember that ``server`` has all of the token ``ids`` in its prefix cache, unless a push has emptied it
-        since."""
+    def remember_cached(self, ids: Sequence[int], version: int, server: ServerClient) -> None:
+        """Remember that the prefix cache of ``server`` holds the token ``ids``, so that later requests with this prefix
+        go there. Does nothing if a weight push has emptied the cache since."""
         if version == self.held.version:
             self._affinity.remember(ids, server)
 

@@ -92,7 +92,8 @@ class IPCSender:
         self._ask("finish_weight_update", {}, version=version, **keep)
 
     def close(self) -> None:
-        """Release the shared buffer. torch keeps memory that the engine still maps until the engine releases it."""
+        """Free the shared buffer of the weight push. On a GPU, its memory is free only when the engine has closed it,
+        too."""
         on_gpu = self._buffer is not None and self._buffer.is_cuda
         self._buffer = None
         if on_gpu:

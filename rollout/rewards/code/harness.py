@@ -164,8 +164,8 @@ def _as_checked(source, name):
 
 
 def whole_program(text):
-    """Run a solution as a script. Its errors are dropped, so that the output is what it printed; the exit code shows
-    failures."""
+    """Run a solution as a script, and drop what it writes to stderr. Its output is then what it printed; the exit code
+    shows failures."""
     _silence(2)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
@@ -189,8 +189,8 @@ def function(text, name):
 
 
 def _as_method(text, name):
-    """Return a solution's source with the function ``name`` as a method of a class Solution at the end, out of reach by
-    its name. Unchanged if "class Solution" is in it."""
+    """Move the function ``name`` of a solution's source into a class Solution at the end, as a method, and return the
+    new source. Returns the source unchanged if it contains "class Solution"."""
     if "class Solution" in text:
         return text
     module, solution = ast.parse(text), ast.parse("class Solution: ...").body[0]

@@ -17,7 +17,7 @@ from callbacks.model_export.exporter import Export
 from callbacks.trainer import settle_parameters
 from callbacks.training.checkpoint_files import find_checkpoint, settle_checkpoints
 from callbacks.training.resume import IterationCheckpoint
-from callbacks.training.throughput import Throughput, rollout_rate
+from callbacks.training.throughput import Throughput, rollout_tokens_per_s
 from common.ranks import gather_lists
 from lightning_modules.algorithms.sft import SFT
 from lightning_modules.sharding import resharding
@@ -132,7 +132,9 @@ def main() -> None:
     assert [t.group for t in gather_lists(data.questions)] == ["r0q0", "r0q1", "r0q2", "r1q0"]
     # Rank 0 sampled 8 tokens in 1 s and rank 1 16 in 4 s; after the exchange rank 0 holds 16 of them.
     held, seconds = ((2, 1.0), (1, 4.0))[trainer.global_rank]
-    assert rollout_rate([make_trajectory()] * held, seconds) == 24 / 4.0, "all tokens over the slowest rank's time"
+    assert rollout_tokens_per_s([make_trajectory()] * held, seconds) == 24 / 4.0, (
+        "all tokens over the slowest rank's time"
+    )
     if trainer.is_global_zero:
         torch.save(weights, OUT / "weights.pt")
         [last] = [callback.weights for callback in trainer.callbacks if isinstance(callback, Last)]

@@ -219,7 +219,9 @@ def test_adapters_by_hand():
     one = sizing.memory(Training(**both, checkpointing=True), GPU_SPECS["h100"])
     assert one["weights"] == 2 * base + 4 * trained and one["optimizer"] == 8 * trained
     assert one["master weights"] == 0 and "autocast's copies" not in one
-    layers = [sizing.recomputed(Training(**both | {"adapters": a}, checkpointing=True)) for a in (low_rank, None)]
+    layers = [
+        sizing.recomputed_activations(Training(**both | {"adapters": a}, checkpointing=True)) for a in (low_rank, None)
+    ]
     assert layers[0] - layers[1] == 16384 * 2 * low_rank.inputs(d), "inputs, cast by peft"
     eight = sizing.memory(Training(**both, strategy="zero3", gpus=8), GPU_SPECS["h100"])
     assert eight["weights"] == 2 * (base + trained) / 8 and eight["master weights"] == 4 * trained / 8

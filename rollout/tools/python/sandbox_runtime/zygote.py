@@ -48,7 +48,8 @@ class Zygote:
         self.requests.send(REQUEST.pack(number, False))
 
     def ended(self) -> list[tuple[int, int]]:
-        """Wait until at least one program's process has ended. Returns (number, exit code) of each that has."""
+        """Wait until at least one program has ended, and return (program number, exit code) of each program that has
+        ended."""
         data = os.read(self.statuses, 1024 * STATUS.size)  # whole records: small writes to a pipe are atomic
         if not data:
             raise RuntimeError("the process that programs are forked from ended")
