@@ -148,7 +148,7 @@ def tree(file: str) -> list[ast.AST]:
 
 @cache
 def value_is_used(file: str, line: int) -> bool:
-    """Whether the statement on this line does more than to call."""
+    """Whether the value of a call on this line is used. False for a statement that is only a call."""
     statements = (n for n in tree(file) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call))
     return not any(n.lineno <= line <= (n.end_lineno or n.lineno) for n in statements)
 

@@ -213,7 +213,8 @@ def metric(entries: dict[str, Measured], whole: bool) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ main
 def make_folders(root: Path, ours: Side, options: argparse.Namespace) -> dict[str, Path]:
-    """Make the folders by model; the wide one has half the prompts and half the samples."""
+    """Write the inputs of both sides into a folder per model, and return the folders by model. The wide model has half
+    the prompts and half the samples per prompt."""
     for name, share in (("small", 1), ("wide", 2)):
         (root / name).mkdir()
         ours.ask("prepare", root / name, name, options.prompts // share, options.samples // share, options.tokens)

@@ -77,9 +77,7 @@ class MixedDataModule(SupervisedDataModule):
         return self._loader is not None and self._source(self._loader.position) == "fresh"
 
     def validated(self, losses: Mapping[str, float]) -> None:
-        """Pass the held-out loss that ``mixing`` follows to it. ``losses`` holds the losses on held-out trajectories,
-        by name.
-        """
+        """Tell ``mixing`` the loss on held-out trajectories to which it adapts. ``losses`` has these losses by name."""
         if self.mixing.follows is not None:
             self.mixing.validated(losses[self.mixing.follows])
 

@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The batch that all cases with the same folder measure."""
+    """The prompts and completions that both sides measure, one batch for all cases of a folder."""
 
     prompts: list[str]  # as the model reads them, with the chat template applied
     prompt_ids: list[list[int]]

@@ -170,8 +170,8 @@ def bootstrap_seeds(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Return a function of several means with its 95 % bootstrap interval, which resamples both training seeds and
-    questions.
+    """Return ``function`` of the means of several measures with its 95 % bootstrap interval, which resamples both
+    training seeds and questions.
 
     Each resample chooses seeds, then questions, the same ones for every chosen seed. n counts questions. With few seeds
     the interval is too narrow: with S seeds it contains (S - 1) / S of the variance between seeds.

@@ -96,8 +96,8 @@ def said_lines(unit: str, faults: Mapping[int, Sequence[str]]) -> str:
 
 
 def listed(faults: Mapping[int, Sequence[str]], unit: str, say: Callable[[str, str], str]) -> list[str]:
-    """Return a text for each fault with its lines, as ``say(lines, fault)`` words it. Of each kind at most SHOWN_ROWS
-    faults are listed, then a count.
+    """Return one text per fault and its line numbers, worded by the function ``say(lines, fault)``. Lists at most
+    SHOWN_ROWS faults of each kind, then counts the others.
 
     Faults are of one kind if they differ only in numbers and quoted text.
 

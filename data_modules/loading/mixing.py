@@ -30,9 +30,8 @@ class Mixing(ABC):
         """
 
     def validated(self, loss: float) -> None:
-        """Receive the loss on held-out trajectories that ``follows`` names. Called before the first optimiser step and
-        at every validation.
-        """
+        """Adapt the mixing to ``loss``, the loss on held-out trajectories that the attribute ``follows`` names. Called
+        before the first optimiser step and at every validation. The default does nothing."""
         return None
 
     def metrics(self) -> dict[str, float]:

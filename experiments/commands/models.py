@@ -36,8 +36,8 @@ def trained_stage(context: RunContext) -> Stage:
 
 
 def find_model(context: RunContext, checkpoint: str | None, trust: bool = False) -> Path:
-    """Return the path of ``checkpoint`` (a .ckpt or model folder), by default of the experiment's model. An experiment
-    of kind test returns the model that it tests.
+    """Return the path of a model: ``checkpoint`` (a .ckpt or model folder), or without it the model that the experiment
+    trains (kind test: tests).
 
     Raises:
         ExperimentError: a missing path, neither a checkpoint nor a model folder, or an untrusted DeepSpeed checkpoint
@@ -97,8 +97,8 @@ def rollouts_of(config: Config) -> Config:
     return rollouts
 
 
-def to_meet(stages: Sequence[Stage]) -> str:
-    """Return a line with the published result for each stage that has one; "" if no stage has one."""
+def published_results(stages: Sequence[Stage]) -> str:
+    """Return a line of text with the paper's result for each stage that reproduces one; "" without such stages."""
     said = [(stage.label, str(stage.config["experiment"].get("reproduces") or "")) for stage in stages]
     return "".join(f"\n  published, {label}: {what}" for label, what in said if any(map(str.isdigit, what)))
 
@@ -136,7 +136,10 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
     runner.make_stage(stage, context, fresh=context.fresh, checkpoint=None if is_model_folder(path) else path)
     from experiments.reports.report import closing_table
 
-    print(closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns")) + to_meet([target]))
+    print(
+        closing_table([(path.name, stage.folder)], target.config["experiment"].get("columns"))
+        + published_results([target])
+    )
     print(f"  metrics: {context.project.relative(stage.folder / 'evaluation.json')}")
 
 

@@ -172,7 +172,8 @@ def dictionaries(value: object) -> Iterator[dict[str, Any]]:
 
 
 def measured(target: Stage, questions: int) -> tuple[Config, int]:
-    """Return a configuration with the training questions as test set, sampled as in training, and its group size."""
+    """Return the configuration of the test that measures the gates, and the number of trajectories per question. The
+    test samples the training questions as training would."""
     config = copy.deepcopy(target.config)
     data = data_arguments(config)
     size = data.get("group_size") or 1
@@ -204,8 +205,8 @@ def watched(config: Config, callback: str, arguments: Config) -> Config:
 
 
 def advised(config: Config, skills: Config | None, positions: float) -> Config:
-    """Return a configuration with the skills (advice texts) in the prompt, the same in every turn. The token limits
-    grow by the length of the skills, up to the model's ``positions``."""
+    """Return the configuration with ``skills`` (advice texts) in the test's prompts, or without any for None. The token
+    limits grow by the length of the skills, up to the model's ``positions``."""
     config = copy.deepcopy(config)
     arguments = rollouts_of(config)["init_args"]
     arguments["skills"] = None

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from experiments.commands.command import COMPARE, command, make_graph, named, option, unique_needs
-from experiments.commands.models import to_meet
+from experiments.commands.models import published_results
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
 from experiments.launch.secret import share_secret
@@ -72,7 +72,7 @@ def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> Non
     if rows:
         from experiments.reports.report import closing_table as table_of
 
-        print(f"\n{table_of(rows, columns)}{to_meet(stages)}")
+        print(f"\n{table_of(rows, columns)}{published_results(stages)}")
 
 
 def print_closing_words(target: Stage, context: RunContext) -> None:

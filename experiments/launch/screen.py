@@ -116,8 +116,8 @@ def status(progress: Progress | None, chain: Chain, elapsed: float, width: int =
 
 
 def _chain_left(progress: Progress | None, chain: Chain, elapsed: float) -> str:
-    """Return the estimated time until all stages end, as text, from the pace of this stage and the earlier times of
-    all. ">" marks a lower bound: a stage has no earlier time."""
+    """Return the estimated time until all stages end, as text, such as "2 h 05 min for all". It is based on the pace of
+    this stage and on earlier runs. ">" marks a lower bound, because a stage has no earlier run."""
     own = [progress.eta_s] if progress is not None and math.isfinite(progress.eta_s) else []
     own += [chain.own_s - elapsed] if chain.own_s is not None else []
     known = chain.own_s is not None and chain.rest_known

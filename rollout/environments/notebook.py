@@ -117,8 +117,8 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return (program_text(code) or None) if request.name == self._tool and isinstance(code, str) else None
 
     def _keep(self, request: ToolRequest, result: ToolResult) -> None:
-        """Add an executed cell's code to the notebook's history, unless the cell was stopped. For a stopped cell, which
-        would stop every later cell, the tool gives a reason (``detail``)."""
+        """Add an executed cell's code to the notebook's history. A stopped cell (timeout, or an ERROR with ``detail``)
+        is left out, because it would stop every later cell, too."""
         failed = result.outcome is CallOutcome.ERROR and result.detail is None
         cell = self._cell(request)
         if cell is not None and (failed or result.outcome in (CallOutcome.OK, CallOutcome.EMPTY)):

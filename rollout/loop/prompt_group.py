@@ -205,8 +205,8 @@ class PromptGroup:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[Slot]:
-        """Context manager that waits for a slot (permit to run), and for weight updates before the group begins. Gives
-        the slot back while the group may not begin, for running groups."""
+        """Context manager that waits until the group may begin and has a slot (permit to run). While a weight update
+        keeps the group from beginning, the slot is free for running groups."""
         while True:
             await self.admission.opened()
             async with self.slots.take(self.priority) as slot:

@@ -82,8 +82,8 @@ class ARPOProtocol(TextProtocol):
         self.correction = correction
 
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
-        """Return the action of one turn's text: the call at the first closing tag of a tool (a stop string: the turn
-        ends there), else its answer.
+        """Return the action of one turn's text: the tool call at the first closing tag of a tool, else the answer. The
+        closing tag is a stop string, so the turn ends there.
 
         The content of a call starts after its last opening tag, so that tags which the model only mentions are not
         content. An empty call is a CALL (the tool refuses it), an empty answer is an ANSWER (it scores 0).

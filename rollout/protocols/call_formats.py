@@ -337,7 +337,8 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def request(value: Any, keys: tuple[str, ...] = KEYS) -> ToolRequest:
-    """Return the tool call of a JSON object with a name and, under the first of the ``keys``, arguments."""
+    """Return the tool call that a JSON object describes. The object has a name, and the arguments under one of
+    ``keys``, of which the first counts."""
     if not isinstance(value, dict):
         raise MalformedCall(f"expected a JSON object, found {_kind(value)}")
     name = value.get("name")
@@ -382,8 +383,8 @@ def _until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 
 def _each(text: str, opening: str, read: Callable[[int], tuple[ToolRequest, int]]) -> Calls:
-    """Return the tool calls that ``read`` finds behind each ``opening`` text; it returns a call and the end of the
-    call."""
+    """Return the tool calls of a text, one behind each ``opening`` tag. The function ``read`` takes the position behind
+    the tag, and returns the call and the position of its end."""
     calls: list[ToolRequest] = []
     position = 0
     while (start := text.find(opening, position)) >= 0:
@@ -445,8 +446,9 @@ _FIRST_USER = (  # in a template without a system role
 
 
 def with_tool_text(tokenizer: Any) -> str:
-    """Return the tokenizer's chat template with tools in the system message, calls in the assistant's text and results
-    in user messages. Where the template refuses a system message, the tools are in the first user message."""
+    """Return the tokenizer's chat template, changed so that it writes tools into the system message, tool calls into
+    the assistant's text and results into user messages. If the template refuses a system message, the tools are in the
+    first user message."""
     messages = [{"role": "system", "content": "the system text"}, {"role": "user", "content": "question"}]
     try:
         place = _OWN_MESSAGE if "the system text" in render_chat(tokenizer, messages) else _FIRST_USER

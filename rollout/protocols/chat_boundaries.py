@@ -250,8 +250,8 @@ class ChatBoundaries:
             self.answer_role = "user"
 
     def _checked(self) -> dict[bool, str]:
-        """Return the tokens with which the template ends a turn, by whether the turn has a call. Raises ValueError if a
-        cut is not exact."""
+        """Test the chat template and return the token that ends a turn, as {whether the turn has a call: token}. Raises
+        ValueError if turns cannot be cut exactly out of the rendered text."""
         quote = f"[{next(iter(self._special))}]"
         ends: dict[bool, str] = {}
         for called in ((), (self._tool_name(),)):

@@ -73,8 +73,8 @@ def _called(message: Message) -> tuple[str, ...]:
 
 
 def _cut(whole: str, prompt: str, follows: Sequence[str], end: str) -> list[str] | None:
-    """Return the turns' texts between ``prompt``, the ``follows`` and ends of turns, or None if ``whole`` has other
-    parts."""
+    """Cut the rendered conversation ``whole`` into the texts of its assistant turns. Each turn is behind ``prompt`` or
+    an entry of ``follows``, and ends with ``end``. Returns None if ``whole`` has other parts."""
     texts = []
     position = 0
     for given in (prompt, *follows):

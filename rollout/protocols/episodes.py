@@ -132,8 +132,8 @@ class EpisodeProtocol(TextProtocol):
         return self._filled(self.texts.later, values)
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
-        """Return a template's text with filled placeholders. The tags of observations and of the model's words become
-        text; those of ``text`` stay."""
+        """Fill the placeholders of the template ``text``. Tags in the ``values`` become ordinary text; tags of the
+        template stay."""
         return fill(text, {k: v if k == "history" else self.quotes.quote(v) for k, v in values.items()})
 
     def _goal(self, task: Task) -> str:

@@ -280,7 +280,8 @@ class HermesProtocol(TextProtocol):
             return ""
 
     def _check_named(self, text: str, where: str) -> None:
-        """Raise ValueError if the prompt is the only place for the tools and does not name them."""
+        """Raise ValueError if the prompt's ``text`` does not name every tool, although no system message shows the
+        tools (``tools_in: none``)."""
         unnamed = [name for name in self.tools if name not in text]
         if self.tools_in == "none" and unnamed:
             raise ValueError(

@@ -176,8 +176,9 @@ def check_thinking(tokenizer: Any, thinking: bool | None, opened: bool) -> None:
 
 
 def read_template(template: str, built_in: Mapping[str, str]) -> str:
-    """Return the prompt template of a built-in name or a file (of a question file, .parquet: its prompts' wording), or
-    the text itself. Raises ValueError for anything else."""
+    """Return the text of a prompt template. ``template`` is a built-in name, the text itself with {question}, or a
+    file: a text file, or a question file (.parquet) whose prompts' wording is taken. Raises ValueError for anything
+    else."""
     if template in built_in:
         return built_in[template]
     if "{question}" in template:

@@ -201,8 +201,8 @@ class ReasoningReward:
 
 
 def _by_visibility(outcomes: Sequence[TestOutcome], tests: Mapping[str, Any]) -> dict[str, float]:
-    """Return acc_public and acc_hidden (1.0: all such tests passed), each if there are such tests. ``outcomes`` is ()
-    if nothing ran."""
+    """Return the metrics acc_public and acc_hidden: 1.0 if the program passed all public (hidden) tests, else 0.0. A
+    metric without such tests is left out. ``outcomes`` is empty if no program ran."""
     public, total = len(public_tests(tests)), len(tests.get("inputs", ())) or 1  # of assertions none is public
     passed = [outcome is TestOutcome.PASSED for outcome in outcomes]
     parts = {"acc_public": float(bool(passed) and all(passed[:public]))} if public else {}

@@ -38,9 +38,8 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number that every entity of a kind has. No phrase (wording in a question) contains the keyword, as for
-    relations.
-    """
+    """A number that every entity of a kind has. As with ``Relation``, no phrase of a question contains the keyword
+    under which passages name the number."""
 
     keyword: str
     kind: Kind

@@ -171,7 +171,7 @@ class ServerEngine:
         `generate`."""
         serving = self.pool.serving
         if not serving:
-            raise InfrastructureError(self.pool.nobody())
+            raise InfrastructureError(self.pool.no_server_message())
         answers = await asyncio.gather(*(s.generate(token_ids, sampling, self.held.tag) for s in serving))
         return {server.url: answer for server, answer in zip(serving, answers, strict=True)}
 

@@ -119,14 +119,14 @@ class ServerPool:
             raise ValueError(self._foreign)
         left = until - time.monotonic()
         if left <= 0:
-            raise InfrastructureError(self.nobody())
+            raise InfrastructureError(self.no_server_message())
         if time.monotonic() - self._told >= WARN_EVERY_S:
             self._told = time.monotonic()
-            logger.warning("%s; requests wait up to %.0f s", self.nobody(), left)
+            logger.warning("%s; requests wait up to %.0f s", self.no_server_message(), left)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), left)
 
-    def nobody(self) -> str:
+    def no_server_message(self) -> str:
         """Return the error message that no engine server serves, with each server's reason."""
         return "no engine server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
 
@@ -188,7 +188,7 @@ class ServerPool:
                 raise answer
         reachable = [s for s, answer in zip(self.servers, answers, strict=True) if isinstance(answer, dict)]
         if not reachable:
-            raise InfrastructureError(self.nobody())
+            raise InfrastructureError(self.no_server_message())
         return reachable
 
     async def check(self, server: ServerClient) -> dict[str, Any]:

@@ -205,7 +205,8 @@ class EngineServer:
         self._awaited = later(SENDER_S, *lost) if self.weights.sending else None
 
     def _restart_engine(self, why: str, pid: int | None = None) -> None:
-        """Replace the engine's child process by a new one. ``pid``: only if this is still the process."""
+        """Replace the engine's child process by a new one. With ``pid``, do so only if this is still the child's
+        process id."""
         if pid in (None, self._engine.pid):
             self._engine.restart(why)
         self.weights.give_up()

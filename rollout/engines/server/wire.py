@@ -48,8 +48,8 @@ class LoadRequest:
 @_strict
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """Body of ``POST /transfer/METHOD``. ``tag``: of the push, with its start and finish; ``version``: with its
-    finish."""
+    """Body of ``POST /transfer/METHOD``. ``tag`` identifies the push and comes with its start and finish; ``version``
+    comes with its finish."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     between_steps: StrictBool = False

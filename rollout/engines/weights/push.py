@@ -130,8 +130,8 @@ def _push_to_own_engines(
 
 
 class _Buffer:
-    """Pushes weights through a shared buffer, and writes ``copies`` (files) beside it. An engine that restarts during
-    the push loads them (``mended``: the engine can restart)."""
+    """Pushes weights through a shared buffer, and writes ``copies`` (files) beside it. If ``mended``, an engine that
+    restarts during the push loads the copies; otherwise the push fails."""
 
     def __init__(self, sender: IPCSender, copies: WeightFiles | None, mended: bool) -> None:
         self._sender, self._copies, self._mended = sender, copies, mended

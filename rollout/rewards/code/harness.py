@@ -340,7 +340,8 @@ def _classes_of(prefix, names):
 
 
 def _mutable(nodes, values):
-    """Return those of ``values`` that a function can have changed. The values belong to all nodes but the first."""
+    """Return the mutable ``values`` (list, dict, set, object), which a function may have changed. They are in the order
+    of ``nodes`` without the first node."""
     kinds = [node[0] for node in nodes[1:]]
     return [value for index, value in enumerate(values) if kinds[index] in ("list", "dict", "set", "object")]
 

@@ -122,7 +122,7 @@ class LocalSandbox:
         options = self._options
         text = probe.program(str(SERVER), os.getpid(), options["memory_mb"], options["threads"])
         answer = await server.ask(text, START_S)
-        found = probe.judge(answer["output"], server.report["mechanisms"])
+        found = probe.protections_of(answer["output"], server.report["mechanisms"])
         if missing := [p for p in found if p.essential and not p.active]:
             reasons = [f"{name}: {why}" for name, why in server.report["failures"].items()]
             if answer["code"]:

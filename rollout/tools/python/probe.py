@@ -90,9 +90,9 @@ def program(canary: str, trainer: int, limit_mb: int, threads: int) -> str:
     return values + PROGRAM
 
 
-def judge(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
-    """Return the sandbox's protections, from the test program's output (none active if it did not finish) and the
-    server's mechanisms."""
+def protections_of(output: str, mechanisms: list[str]) -> tuple[Protection, ...]:
+    """Return the sandbox's protections and whether each is active, judged by the output of the test program.
+    ``mechanisms``: those that the server has set up. If the program did not finish, no protection is active."""
     try:
         found = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):

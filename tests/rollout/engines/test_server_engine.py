@@ -173,7 +173,7 @@ def test_a_server_that_dies_is_replaced_by_the_other_and_comes_back(servers, url
             await asyncio.to_thread(servers[0].wait)
             deadline = time.monotonic() + 300
             while engine.pool.servers[0].lost is not None:
-                assert time.monotonic() < deadline, engine.pool.nobody()
+                assert time.monotonic() < deadline, engine.pool.no_server_message()
                 await asyncio.sleep(0.1)
             both = await engine.probe(prompts[0], GREEDY)
             assert [list(g.token_ids) for g in both.values()] == [other_reference.greedy(prompts[0], 12)] * 2

@@ -152,7 +152,7 @@ def test_a_server_that_dies_in_a_push_is_replaced(engine, servers, reference, ot
         await asyncio.to_thread(servers[0].wait)
         deadline = time.monotonic() + 120
         while engine.pool.servers[0].lost is not None:
-            assert time.monotonic() < deadline, engine.pool.nobody()
+            assert time.monotonic() < deadline, engine.pool.no_server_message()
             await asyncio.sleep(0.05)
         await holds(engine, 2, other_reference)
 

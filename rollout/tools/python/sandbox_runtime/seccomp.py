@@ -59,8 +59,8 @@ _DONE = _statement(RETURN, SECCOMP_ERRNO | 0)  # returns 0 and does nothing
 
 
 def _on(number: int, *body: bytes) -> bytes:
-    """Return filter code that runs ``body`` for one system call; it must return. Afterwards the number is still loaded
-    for the next one."""
+    """Return seccomp filter code that runs ``body``, which must return, if the system call is ``number``. For other
+    calls the filter continues behind this code, with their number still loaded."""
     return _statement(JUMP_EQUAL, number, 0, len(body)) + b"".join(body)
 
 

@@ -62,8 +62,9 @@ class Zygote:
 
 
 def begin(control: int) -> Zygote | tuple[int, int]:
-    """Fork the zygote, the process that forks programs. Returns in the server the connection to it, and in every
-    program's process the descriptors to read the program from and to write to. ``control`` belongs to the server."""
+    """Fork the zygote, the process that forks one process per program. In the server, return the connection to the
+    zygote. In each program's process, return its descriptors (read the program, write output). ``control``: descriptor
+    that only the server keeps."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told, tell = os.pipe()
     pid = os.fork()
