@@ -39,7 +39,7 @@ def machine() -> str:
 
 def save_tokenizer(folder: str | Path) -> Any:
     """Save a small tokenizer."""
-    from experiments.worlds.tokenizer import train_tokenizer
+    from experiments.worlds.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer([Path(__file__).read_text()], vocab_size=1000)
     tokenizer.save_pretrained(folder)

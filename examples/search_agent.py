@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from data_modules.datasets.questions import write_tasks
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from rollout.environments.base import StepResult, act_in_order
 from rollout.rewards.qa import answer_parts
 from rollout.trajectory import Action, CallOutcome, Reward, Task, ToolRequest, ToolResult, Trajectory

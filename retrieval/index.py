@@ -173,8 +173,8 @@ class BuildIndex:
 
         ``passages``: the corpus (its sha256) and how it was read.
         """
-        from retrieval.dense.build import build_faiss_index, check_kind, check_vectors
         from retrieval.dense.encoder import dimension_of
+        from retrieval.dense.faiss_index import build_faiss_index, check_kind, check_vectors
         from retrieval.dense.searcher import sampled_recall
         from retrieval.dense.vectors import VectorShards, copy_vectors, encode_corpus
 

@@ -21,7 +21,7 @@ from rollout.environments.base import EnvironmentFactory, check_tools, scores_it
 from rollout.loop.agent_loop import AgentLoop, Budgets, FirstPrompts, Request
 from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
 from rollout.protocols.base import ChatProtocol, PromptMode
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text_protocol import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
 from rollout.samplers.base import IndependentSampler, Sampler, check_forks
 from rollout.skills.injection import Skills

@@ -55,7 +55,7 @@ def make_model_dir(path: Path, *, seed: int = 0, hidden_size: int = 32, layers: 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from experiments.worlds.tokenizer import train_tokenizer
+    from experiments.worlds.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer(TEXTS, vocab_size=400)
     config = Qwen3Config(

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.against_trl.cases import Inputs
 from data_modules.datasets.questions import write_tasks
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.trajectory import Action, ActionKind, Task

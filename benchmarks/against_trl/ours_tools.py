@@ -16,7 +16,7 @@ from benchmarks.against_trl.tool_cases import CALLS, MODEL, RESULT, ToolCase
 from callbacks.training.weight_sync import WeightSync
 from data_modules.datasets.questions import write_tasks
 from data_modules.rollout_data_module import RolloutDataModule
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from rollout.engines.vllm_engine import VLLMEngine
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode

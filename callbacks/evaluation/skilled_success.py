@@ -14,7 +14,7 @@ from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
 from callbacks.trainer import data_module
 from common.ranks import gather_lists
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text_protocol import control_tokens
 from rollout.skills.injection import Skills
 from rollout.skills.render import token_counter
 from rollout.trajectory import Task, Trajectory

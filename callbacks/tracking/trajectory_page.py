@@ -12,7 +12,7 @@ from jinja2 import Environment, Template
 
 from callbacks.tracking.turn_metrics import turn_metrics
 from rollout.protocols.base import FIRST_OBSERVATION, OWN_QUESTION
-from rollout.protocols.text import shortened
+from rollout.protocols.text_protocol import shortened
 from rollout.trajectory import ActionKind, Task, Trajectory
 
 if TYPE_CHECKING:

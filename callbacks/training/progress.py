@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
-from common.progress import ProgressReports
+from common.progress_reports import ProgressReports
 
 # Most informative first, because a bar fits two or three. Each row shows the first metric that the module logs, under
 # its label. Tasks of an environment have a success but no answer for em.
@@ -53,7 +53,7 @@ def fraction_done(trainer: L.Trainer) -> float:
 
 
 class Progress(ProgressBar):
-    """Reports the progress of training, validation and test (``common.progress``)."""
+    """Reports the progress of training, validation and test (``common.progress_reports``)."""
 
     def __init__(self) -> None:
         super().__init__()

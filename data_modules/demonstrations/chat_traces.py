@@ -20,7 +20,7 @@ from data_modules.datasets.traces import MalformedTrace
 from data_modules.demonstrations.trace_stage import TraceStage
 from rollout.protocols.conversation_turns import AssistantTurn, conversation_turns, parts_left_out
 from rollout.protocols.hermes import HermesProtocol, ToolsIn
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text_protocol import control_tokens
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import (
     Action,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.files import write_atomically
-from common.progress import ProgressReports
+from common.progress_reports import ProgressReports
 from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
 from common.seeds import derive_seed
 from data_modules.datasets.files import DatasetError

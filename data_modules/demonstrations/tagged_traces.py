@@ -20,7 +20,7 @@ from common.ranges import PositiveInt
 from data_modules.datasets.traces import MalformedTrace, Trace, cut, read_traces
 from data_modules.demonstrations.trace_stage import TraceStage
 from rollout.protocols.arpo_tags import ARGUMENT
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text_protocol import control_tokens
 from rollout.rewards.arpo import EMPTY_RESULT, answer_text, format_error
 from rollout.tags import boxed
 from rollout.tokenizer import Quotes, load_tokenizer, render_chat

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from common.progress import ProgressReports
+from common.progress_reports import ProgressReports
 from common.ranges import PositiveInt
 from data_modules.datasets.files import DatasetError, spread
 from data_modules.datasets.traces import MalformedTrace

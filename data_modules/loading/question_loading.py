@@ -15,7 +15,7 @@ from data_modules.datasets.splits import Part, Splits
 from data_modules.datasets.tool_prompts import with_tool_prompts
 from rollout.loop.agent_loop import FirstPrompts
 from rollout.protocols.base import ChatProtocol
-from rollout.protocols.text import DATASET, shows_task_prompts
+from rollout.protocols.text_protocol import DATASET, shows_task_prompts
 from rollout.trajectory import Task
 
 logger = logging.getLogger(__name__)

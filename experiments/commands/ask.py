@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
 from experiments.launch import runner
-from experiments.launch.secret import share_secret
+from experiments.launch.shared_secret import share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
 from experiments.stages.context import RunContext
@@ -39,7 +39,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
     from data_modules.loading.decoding import Decoding
     from experiments.stages.classes import plays_episodes
     from experiments.stages.parser import instantiate
-    from rollout.protocols.text import shows_task_prompts
+    from rollout.protocols.text_protocol import shows_task_prompts
 
     question = args.question
     try:

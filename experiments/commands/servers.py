@@ -11,7 +11,7 @@ from common.secret import SECRET_VARIABLE, is_local
 from experiments.commands.command import builds_index, command, make_graph, option, require_free_port, serve
 from experiments.commands.models import rollouts_of
 from experiments.launch import runner
-from experiments.launch.secret import FILE, share_secret
+from experiments.launch.shared_secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure

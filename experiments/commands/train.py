@@ -17,7 +17,7 @@ from experiments.commands.command import COMPARE, command, make_graph, named, op
 from experiments.commands.models import published_results
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
-from experiments.launch.secret import share_secret
+from experiments.launch.shared_secret import share_secret
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage, closure

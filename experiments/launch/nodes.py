@@ -15,7 +15,7 @@ from typing import Any
 
 from callbacks.tracking.run_info import commit, duration
 from callbacks.training.stop_request import STOPPED as STOPPED_FILE
-from experiments.launch.secret import share_secret
+from experiments.launch.shared_secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.hardware import Ranks, ranks_of, require_counted

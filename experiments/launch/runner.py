@@ -23,7 +23,7 @@ from data_modules.datasets.benchmark_names import split_reference
 from experiments.launch import retriever_identity
 from experiments.launch.fork_server import ForkServer
 from experiments.launch.nodes import run_other_node, watch_nodes
-from experiments.launch.secret import share_secret
+from experiments.launch.shared_secret import share_secret
 from experiments.launch.stage_process import run_stage
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import differences

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from callbacks.tracking.run_info import duration
-from common.progress import MARK, Progress
+from common.progress_reports import MARK, Progress
 from experiments.stages.context import Chain
 
 REPORT = re.compile(re.escape(MARK) + rb"[^\n]*\n")

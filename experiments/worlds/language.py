@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from rollout.skills.bank import SkillBank
 from rollout.storage import save_trajectories
 from rollout.trajectory import Action, ActionKind, StopReason, Task, Trajectory, Turn

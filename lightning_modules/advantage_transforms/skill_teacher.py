@@ -20,7 +20,7 @@ from lightning_modules.advantage_transforms.turns import turn_numbers
 from lightning_modules.batch import RowTensors
 from lightning_modules.models.policy import DType, load_frozen_lm
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
-from rollout.protocols.text import control_tokens
+from rollout.protocols.text_protocol import control_tokens
 from rollout.skills.injection import Injection, Skills
 from rollout.skills.render import token_counter
 from rollout.trajectory import Task, Trajectory

@@ -15,8 +15,8 @@ import numpy as np
 
 from common.ranges import PositiveInt
 from retrieval.corpus import PassageStore
-from retrieval.dense.build import kind_of, read_index
 from retrieval.dense.encoder import TextEncoder
+from retrieval.dense.faiss_index import kind_of, read_index
 from retrieval.dense.sizes import require_memory
 from retrieval.dense.vectors import VectorShards
 from retrieval.index_config import EncoderConfig, IndexKind

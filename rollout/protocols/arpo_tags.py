@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.text import DATASET, TextProtocol
+from rollout.protocols.text_protocol import DATASET, TextProtocol
 from rollout.tags import boxed, last_between, mended, unwrapped
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.protocols.call_formats import thinking_tags
-from rollout.protocols.text import check_thinking, control_tokens
+from rollout.protocols.text_protocol import check_thinking, control_tokens
 from rollout.tokenizer import Quotes, decode, encode, render_chat
 from rollout.trajectory import ToolRequest
 

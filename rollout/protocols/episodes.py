@@ -16,7 +16,7 @@ from rollout.environments.base import ACT
 from rollout.protocols.base import FIRST_OBSERVATION, PromptMode, TurnPrompt
 from rollout.protocols.chat_boundaries import ChatBoundaries
 from rollout.protocols.episode_texts import HISTORIES, PastTurn, fill, read_texts
-from rollout.protocols.text import TextProtocol, fitting, shortened
+from rollout.protocols.text_protocol import TextProtocol, fitting, shortened
 from rollout.trajectory import Action, ActionKind, Task, ToolCall, ToolRequest, ToolResult, Turn
 
 Form = Literal["brackets", "search", "short"]

@@ -21,7 +21,7 @@ from rollout.protocols.base import PromptMode, TurnPrompt
 from rollout.protocols.call_formats import MalformedCall, UnclosedThinking, with_tool_text
 from rollout.protocols.call_readers import HARMONY, VERL, choose_reader, reader_without_tools
 from rollout.protocols.chat_boundaries import ChatBoundaries, Message
-from rollout.protocols.text import DATASET, TextProtocol, fitting, read_template, shortened
+from rollout.protocols.text_protocol import DATASET, TextProtocol, fitting, read_template, shortened
 from rollout.tags import boxed, unwrapped
 from rollout.tokenizer import render_chat
 from rollout.tools.schemas import read_schemas, tool_names

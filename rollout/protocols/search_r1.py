@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rollout.protocols.base import PromptMode
-from rollout.protocols.text import DATASET, TextProtocol, read_template
+from rollout.protocols.text_protocol import DATASET, TextProtocol, read_template
 from rollout.trajectory import Action, ActionKind, Task, ToolRequest, ToolResult
 
 # Search-R1's instruction in our words. Checkpoints trained on the published wording need that wording: Search-R1's

@@ -16,7 +16,7 @@ from typing import Any
 from common.async_calls import PerLoop
 from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from common.text import whole
-from rollout.services.async_calls import with_retries
+from rollout.services.retries import with_retries
 from rollout.tools.base import Bounded, OwnFault, Startable, Tool, own_faults
 from rollout.trajectory import CallOutcome, InfrastructureError, ToolResult
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from experiments.worlds.tokenizer import TAG_TOKENS, train_tokenizer
+from experiments.worlds.tokenizer_training import TAG_TOKENS, train_tokenizer
 from rollout.trajectory import Reward, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.models import evaluate, find_model
 from experiments.commands.servers import SERVER_OPTIONS, server_options
 from experiments.launch import runner
-from experiments.launch.secret import FILE
+from experiments.launch.shared_secret import FILE
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import ROOT
 from experiments.stages.context import Node, RunContext

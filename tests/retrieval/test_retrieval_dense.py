@@ -18,7 +18,7 @@ import pytest
 from retrieval.corpus import write_store
 from retrieval.dense import searcher as searching
 from retrieval.dense import sizes
-from retrieval.dense.build import build_faiss_index, factory_of, kind_of, read_index
+from retrieval.dense.faiss_index import build_faiss_index, factory_of, kind_of, read_index
 from retrieval.dense.searcher import DenseSearcher, recall
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files

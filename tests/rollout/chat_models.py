@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 QWEN = ("qwen2_5", "qwen3", "qwen3_instruct_2507")

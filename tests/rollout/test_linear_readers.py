@@ -41,7 +41,7 @@ from rollout.tools.python.base import dedented, readable
 from rollout.tools.python.released import last_line_printed
 from rollout.tools.python.tool import program_text
 from rollout.tools.web.browse import final_information, passage, summary_prompt
-from rollout.tools.web.pages import Page
+from rollout.tools.web.page_fetcher import Page
 from rollout.tools.web.web_search import is_chinese
 from rollout.trajectory import Document
 from tests.rollout.chat_models import chat_model

@@ -18,7 +18,7 @@ from experiments.worlds.fictional_world.questions import as_task, draw_questions
 from experiments.worlds.fictional_world.schema import Kind
 from experiments.worlds.fictional_world.world import Entity, World, build_world
 from experiments.worlds.language import save_language, token_sequences
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from experiments.worlds.world_task import WorldTask
 from rollout.tools.search import format_passages
 from rollout.trajectory import Task

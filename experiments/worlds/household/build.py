@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from experiments.worlds.household.alfworld_tables import OBJECTS, OPENABLE
 from experiments.worlds.household.expert import Expert
 from experiments.worlds.household.games import TASK_TYPES, Game
 from experiments.worlds.household.generate import Size, generate_game
 from experiments.worlds.household.simulator import Simulator
-from experiments.worlds.household.tables import OBJECTS, OPENABLE
 from experiments.worlds.language import mixed_text, write_language
 from experiments.worlds.world_task import WorldTask
 from rollout.skills.bank import SkillBank

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
+from experiments.worlds.household.alfworld_tables import CAN_HOLD, LAMP, LAMP_PLACES
 from experiments.worlds.household.games import LOOK, TWO, Game, Goal
 from experiments.worlds.household.simulator import Observation, Simulator
-from experiments.worlds.household.tables import CAN_HOLD, LAMP, LAMP_PLACES
 from rollout.protocols.episodes import ACTION
 from rollout.tags import between
 from rollout.trajectory import Task

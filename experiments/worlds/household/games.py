@@ -1,6 +1,6 @@
 """Household games as data: the objects of one room, their places and the goal, with conversion to and from JSON.
 
-Names are ALFWorld's: a type in lower case and a number, "countertop 2". Types are those of `tables.py`.
+Names are ALFWorld's: a type in lower case and a number, "countertop 2". Types are those of `alfworld_tables.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
 
 from common.validation import validated
-from experiments.worlds.household.tables import CAN_HOLD, LAMP, OBJECTS, PROPERTIES
+from experiments.worlds.household.alfworld_tables import CAN_HOLD, LAMP, OBJECTS, PROPERTIES
 
 LOOK, TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
 # The treatment that a task requires before the object is placed: the command's verb, and the receptacle that does it.

@@ -6,6 +6,16 @@ import random
 from collections import Counter
 from typing import Literal
 
+from experiments.worlds.household.alfworld_tables import (
+    CAN_HOLD,
+    LAMP,
+    LAMP_PLACES,
+    OPENABLE,
+    PROPERTIES,
+    ROOMS,
+    ROOMS_FOR,
+    SENTENCES,
+)
 from experiments.worlds.household.games import (
     LOOK,
     TASK_TYPES,
@@ -16,16 +26,6 @@ from experiments.worlds.household.games import (
     Goal,
     Item,
     Receptacle,
-)
-from experiments.worlds.household.tables import (
-    CAN_HOLD,
-    LAMP,
-    LAMP_PLACES,
-    OPENABLE,
-    PROPERTIES,
-    ROOMS,
-    ROOMS_FOR,
-    SENTENCES,
 )
 
 Size = Literal["full", "small"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from experiments.worlds.household.alfworld_tables import CAN_HOLD
 from experiments.worlds.household.games import LOOK, TWO, Game, Item, Receptacle
-from experiments.worlds.household.tables import CAN_HOLD
 
 _PREDICATES = {"container": "isReceptacleObject"}  # for other properties the predicate is the word itself
 _DONE = {"clean": "isClean", "heat": "isHot", "cool": "isCool"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from experiments.worlds.household.alfworld_tables import CAN_HOLD, KNIVES
 from experiments.worlds.household.games import LOOK, TREATABLE, TREATMENTS, TWO, Game, Item, Receptacle, order_of
-from experiments.worlds.household.tables import CAN_HOLD, KNIVES
 
 NOTHING = "Nothing happens."
 HELP = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")

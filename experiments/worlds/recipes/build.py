@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt, UnitInterval
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from experiments.worlds.world_task import WorldTask
 from rollout.skills.bank import Skill
 from rollout.skills.reading import read_bank

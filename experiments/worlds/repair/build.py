@@ -9,7 +9,7 @@ from common.ranges import NonNegativeInt, PositiveInt
 from experiments.worlds.repair.environment import TOTAL
 from experiments.worlds.repair.expert import LedgerPolicy
 from experiments.worlds.repair.problems import TOTALS, as_task, draw_problems
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from experiments.worlds.world_task import WorldTask
 from rollout.trajectory import Task
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.ranges import NonNegativeFloat, PositiveInt
 from experiments.worlds.language import save_language, token_sequences
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from experiments.worlds.word_problems.expert import WordExpertPolicy
 from experiments.worlds.word_problems.problems import (
     WORDS,

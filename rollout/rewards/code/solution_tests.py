@@ -40,7 +40,7 @@ from typing import Any
 from common.async_calls import PerLoop
 from common.ranges import NonNegativeInt, PositiveInt
 from rollout.rewards.code.cases import Assertion, Calls, Case, assertions, cases, form, same_json
-from rollout.services.async_calls import with_retries
+from rollout.services.retries import with_retries
 from rollout.tools.base import Startable
 from rollout.tools.python.base import MAX_STDIN_BYTES, Run, Runner, RunStatus
 

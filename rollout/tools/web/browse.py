@@ -13,7 +13,7 @@ from typing import Any
 from common.ranges import NonNegativeFloat, PositiveInt, PositiveShare
 from rollout.services.chat_client import ChatClient
 from rollout.tools.base import Startable, Tool
-from rollout.tools.web.pages import Page, PageFetcher
+from rollout.tools.web.page_fetcher import Page, PageFetcher
 from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import CallOutcome, Document, ToolResult
 

@@ -11,8 +11,8 @@ import torch
 from callbacks.tracking.run_info import duration
 from callbacks.training.progress import Progress, figures
 from callbacks.training.throughput import Throughput
-from common.progress import MARK
-from common.progress import Progress as Progressed
+from common.progress_reports import MARK
+from common.progress_reports import Progress as Progressed
 from rollout.trajectory import ActionKind
 from tests.callbacks.helpers import Hands, Trajectories, make_trajectory
 
@@ -157,7 +157,7 @@ def test_figures_and_durations():
 
 
 def test_progress_is_reported_by_phase(trainer_for, capfd, monkeypatch):
-    monkeypatch.setattr("common.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("common.progress_reports.EVERY_S", 0.0)
     metrics = [{"train/em": 0.1 * i} for i in range(4)]
     trainer = trainer_for([Progress()], max_epochs=1, val_check_interval=2)
     trainer.fit(Scripted(metrics, loader=Trajectories))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.progress import MARK, Progress
+from common.progress_reports import MARK, Progress
 from experiments.launch.screen import Screen, status
 from experiments.stages.context import Chain
 

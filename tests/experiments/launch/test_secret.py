@@ -9,7 +9,7 @@ import pytest
 
 from common.secret import SECRET_VARIABLE
 from experiments.launch import retriever_identity
-from experiments.launch.secret import FILE, share_secret
+from experiments.launch.shared_secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
 from retrieval.batching import OwnerThread
 from tests.retrieval.serving import serving

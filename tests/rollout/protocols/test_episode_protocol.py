@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from experiments.worlds.tokenizer import CHAT_TEMPLATE
+from experiments.worlds.tokenizer_training import CHAT_TEMPLATE
 from rollout.engines.base import SamplingParams
 from rollout.environments.base import FirstObservation, StepResult
 from rollout.loop.agent_loop import AgentLoop, Budgets, Request

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.worlds.tokenizer import train_tokenizer
+from experiments.worlds.tokenizer_training import train_tokenizer
 from rollout.protocols.hermes import HermesProtocol
-from rollout.protocols.text import eos_token_ids
+from rollout.protocols.text_protocol import eos_token_ids
 from rollout.tokenizer import load_tokenizer
 from rollout.trajectory import ActionKind, ToolRequest
 from tests.rollout.chat_models import TEXTS

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.protocols.base import PromptMode
 from rollout.protocols.search_r1 import SearchR1Protocol
-from rollout.protocols.text import eos_token_ids
+from rollout.protocols.text_protocol import eos_token_ids
 from rollout.tools.search import format_passages
 from rollout.trajectory import Action, ActionKind, CallOutcome, Task, ToolRequest, ToolResult
 from tests.data_modules.datasets.test_data_questions import search_r1_row

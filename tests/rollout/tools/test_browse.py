@@ -12,7 +12,7 @@ from rollout.tools.web.browse import (
     final_information,
     passage,
 )
-from rollout.tools.web.pages import PageFetcher
+from rollout.tools.web.page_fetcher import PageFetcher
 from rollout.tools.web.web_search import BrightDataSearch
 from rollout.trajectory import CallOutcome, Document, InfrastructureError, ToolResult
 from tests.rollout.serving import response, serving, site

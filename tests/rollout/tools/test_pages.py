@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 from aiohttp import web
 
-from rollout.tools.web.pages import PageFetcher, html_to_text, is_public
+from rollout.tools.web.page_fetcher import PageFetcher, html_to_text, is_public
 from tests.rollout.serving import response, site
 
 
@@ -184,7 +184,7 @@ def test_the_own_machine_is_not_asked_by_default(host):
 
 def test_a_redirect_into_the_own_network_is_refused(monkeypatch):
     """127.0.0.2 plays the public server here."""
-    monkeypatch.setattr("rollout.tools.web.pages.is_public", lambda address: address == "127.0.0.2")
+    monkeypatch.setattr("rollout.tools.web.page_fetcher.is_public", lambda address: address == "127.0.0.2")
 
     async def main():
         async with site({"/secret": response("secret")}) as (inside, asked):

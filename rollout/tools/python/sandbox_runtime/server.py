@@ -28,7 +28,7 @@ import linux
 import prepare
 import worker
 import zygote
-from child import Program
+from program_process import Program
 
 HEADER = struct.Struct("<II")
 RETRY_MS = 100.0  # until descriptors are asked for again

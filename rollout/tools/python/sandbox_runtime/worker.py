@@ -17,7 +17,7 @@ LENGTH = struct.Struct("<I")  # length of the program in bytes, before it; its s
 # first bytes of the output, before any foreign code runs: all protections are in place; the program was read
 READY, STARTED = b"R", b"S"
 # modules that programs must not find
-OURS = ("child", "linux", "prepare", "program", "seccomp", "view", "worker", "zygote")
+OURS = ("linux", "prepare", "program", "program_process", "seccomp", "view", "worker", "zygote")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A kitchen of six receptacles, and what alfworld 0.4.2 said in it; recorded once, command by command."""
 
+from experiments.worlds.household.alfworld_tables import PROPERTIES
 from experiments.worlds.household.games import Game, Goal, Item, Receptacle
-from experiments.worlds.household.tables import PROPERTIES
 
 
 def item(kind: str, number: int, place: str) -> Item:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.worlds.household import tables
+from experiments.worlds.household import alfworld_tables
 from experiments.worlds.household.environment import Household
 from experiments.worlds.household.expert import Expert
 from experiments.worlds.household.games import TASK_TYPES, Game
@@ -239,11 +239,13 @@ def test_the_tables_are_alfworlds(alfworld_python):
     holds, actions, others = json.loads(told.splitlines()[-1])
     movable = set(others["move"])
     whole = {k: {kind for kind in v if not kind.endswith("Sliced")} for k, v in (holds | actions).items()}
-    assert tables.CAN_HOLD == {place: whole[place] for place in holds if place not in movable}
+    assert alfworld_tables.CAN_HOLD == {place: whole[place] for place in holds if place not in movable}
     for verb in ("Cleanable", "Coolable", "Heatable", "Sliceable"):
-        assert tables.PROPERTIES[verb.lower()] == whole[verb]
-    assert tables.LAMP in whole["Toggleable"]
-    assert tables.OPENABLE == set(others["open"]) - movable and tables.PROPERTIES["container"] == movable
+        assert alfworld_tables.PROPERTIES[verb.lower()] == whole[verb]
+    assert alfworld_tables.LAMP in whole["Toggleable"]
+    assert (
+        alfworld_tables.OPENABLE == set(others["open"]) - movable and alfworld_tables.PROPERTIES["container"] == movable
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ import random
 
 import pytest
 
+from experiments.worlds.household.alfworld_tables import CAN_HOLD
 from experiments.worlds.household.expert import Expert
 from experiments.worlds.household.games import TASK_TYPES, Game, Goal
 from experiments.worlds.household.generate import generate_game
 from experiments.worlds.household.simulator import Simulator
-from experiments.worlds.household.tables import CAN_HOLD
 from tests.experiments.worlds.household.recorded import HOT_APPLE, ITEMS, RECEPTACLES
 
 

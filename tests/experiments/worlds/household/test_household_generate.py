@@ -1,10 +1,10 @@
 import pytest
 
+from experiments.worlds.household.alfworld_tables import CAN_HOLD, LAMP, LAMP_PLACES, OPENABLE, PROPERTIES
 from experiments.worlds.household.expert import Expert
 from experiments.worlds.household.games import LOOK, TASK_TYPES, TREATABLE, TWO, Game
 from experiments.worlds.household.generate import SIZES, generate_game
 from experiments.worlds.household.simulator import Simulator
-from experiments.worlds.household.tables import CAN_HOLD, LAMP, LAMP_PLACES, OPENABLE, PROPERTIES
 
 SEEDS = range(60)
 EVERY = [(task_type, size) for task_type in TASK_TYPES for size in SIZES]

@@ -1,4 +1,4 @@
-"""Tables of ALFWorld's household: places of objects, possible treatments, content of rooms. Words: ``tables.json``.
+"""Tables of ALFWorld's household: places of objects, possible treatments, rooms. Words: ``alfworld_tables.json``.
 
 The first two are facts of ``alfworld.gen.constants`` (0.4.2: VAL_RECEPTACLE_OBJECTS, VAL_ACTION_OBJECTS,
 OPENABLE_CLASS_LIST, MOVABLE_RECEPTACLES). Slices and objects that hold others are left out, because the text games do
