@@ -39,13 +39,13 @@ class HardAttribution(AdvantageTransform):
                 "window: null (one conversation), or soft attribution"
             )
 
-    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        trajectories = rollout.trajectories
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        trajectories = batch.trajectories
         self._check_rows(any(t.row is not None for t in trajectories))
         members = [(t.group, t.index) for t in trajectories]
         # Failed trajectories have no gradient, but branches may descend through them.
-        forks = forks_of([*rollout.algorithm.rolled_out, *trajectories])
-        return shared_token_advantages(advantages, rollout.batch.prompt_lengths.tolist(), members, forks)
+        forks = forks_of([*batch.algorithm.rolled_out, *trajectories])
+        return shared_token_advantages(advantages, batch.tokens.prompt_lengths.tolist(), members, forks)
 
 
 class EntropyScaling(AdvantageTransform):
@@ -64,8 +64,8 @@ class EntropyScaling(AdvantageTransform):
     def __init__(self, weight: FiniteFloat = 0.2) -> None:
         self.weight = weight
 
-    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        z = whiten(rollout.scores.require("entropy"), rollout.batch.mask, ranks.sum_over_ranks)
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        z = whiten(batch.scores.require("entropy"), batch.tokens.mask, ranks.sum_over_ranks)
         return advantages * (1.0 + self.weight * z)
 
 

@@ -70,8 +70,8 @@ class RolloutBatch:
     """The rollout batch of an iteration before its first optimiser step: trajectories, token tensors and log-probs."""
 
     algorithm: Algorithm
-    trajectories: Sequence[Trajectory]  # the rows of ``batch``
-    batch: TokenBatch
+    trajectories: Sequence[Trajectory]  # the rows of ``tokens``
+    tokens: TokenBatch
     scores: LogprobBatch
 
 
@@ -153,11 +153,11 @@ class AdvantageTransform(ConfigRepr):
         without a teacher."""
         return None
 
-    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Share out the outcome's advantages [B, T] among the tokens, and return them. The default changes nothing."""
         return advantages
 
-    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
+    def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
         """Return the advantages [B, T] to learn from, and the tensors (or None) that ``loss`` or trajectory pages
         read."""
         return advantages, None

@@ -435,14 +435,14 @@ class Distillation(AdvantageTransform):
             raise RuntimeError("the teacher is not loaded; build_models comes first")
         return after_prompts(partial(algorithm.logprobs_of, algorithm.teacher), prompts, trajectories, batch)
 
-    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
-        student, mask = rollout.scores.require("old_logprobs"), rollout.batch.mask
-        teacher = rollout.scores.require("teacher_logprobs")
-        weighted = weigh_turns(self.weights, rollout.trajectories, rollout.batch, student, teacher, advantages)
+    def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
+        student, mask = batch.scores.require("old_logprobs"), batch.tokens.mask
+        teacher = batch.scores.require("teacher_logprobs")
+        weighted = weigh_turns(self.weights, batch.trajectories, batch.tokens, student, teacher, advantages)
         log_ratio = (teacher - student) * mask
         signal = log_ratio if self.adv_clamp is None else log_ratio.clamp(-self.adv_clamp, self.adv_clamp)
         opd = self.coef * weighted.weights_BT * signal
-        self._log(rollout.algorithm.metrics, weighted, log_ratio, opd, mask)
+        self._log(batch.algorithm.metrics, weighted, log_ratio, opd, mask)
         return advantages + opd, DistillationInputs(weighted.weights_BT, opd)
 
     def _log(self, metrics: StepMetrics, weighted: WeightedTurns, log_ratio: Tensor, opd: Tensor, mask: Tensor) -> None:

@@ -120,15 +120,13 @@ class GatedSkills(SkillLoss):
         self.reads_old_logprobs = centred
         self.gap_clamp, self.clip_signal = gap_clamp, clip_signal
 
-    def with_teacher(
-        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
-    ) -> tuple[Tensor, SkillInputs]:
+    def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
         if not self.centred:
             return advantages, inputs
-        scores = rollout.scores
+        scores = batch.scores
         gates = self._gate(scores.require("old_logprobs"), inputs.skill_teacher_logprobs, scores.entropy)
-        mean = gate_mean(gates, rollout.batch.mask, ranks.sum_over_ranks)
-        return advantages, dataclasses.replace(inputs, gate_mean=mean.expand(len(rollout.trajectories)))
+        mean = gate_mean(gates, batch.tokens.mask, ranks.sum_over_ranks)
+        return advantages, dataclasses.replace(inputs, gate_mean=mean.expand(len(batch.trajectories)))
 
     def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
         algorithm, student, teacher = micro.algorithm, micro.outputs.logprobs, inputs.skill_teacher_logprobs
@@ -199,11 +197,9 @@ class SkillShares(SkillTeacher):
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
         self.decay_iterations, self.rlsd_clip = decay_iterations, rlsd_clip
 
-    def with_teacher(
-        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
-    ) -> tuple[Tensor, SkillInputs]:
-        iteration = rollout.algorithm.trainer.global_step + 1  # the released trainer counts from 1
+    def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
+        iteration = batch.algorithm.trainer.global_step + 1  # the released trainer counts from 1
         share = linear_decay(self.skills_coef, self.decay_iterations, iteration)
-        gap = token_gap(rollout.scores.require("old_logprobs"), inputs.skill_teacher_logprobs)
-        rollout.algorithm.metrics.maximum("train/rlsd_share", share)
+        gap = token_gap(batch.scores.require("old_logprobs"), inputs.skill_teacher_logprobs)
+        batch.algorithm.metrics.maximum("train/rlsd_share", share)
         return rlsd_advantages(advantages, gap, share, self.rlsd_clip), inputs

@@ -135,18 +135,18 @@ class SkillTeacher(AdvantageTransform):
         return found
 
     # ------------------------------------------------------------------ log-probs of the teacher
-    def transform(self, rollout: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillInputs | None]:
+    def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillInputs | None]:
         if not self.learns:
             return advantages, None
-        algorithm, trajectories, batch = rollout.algorithm, rollout.trajectories, rollout.batch
+        algorithm, trajectories, tokens = batch.algorithm, batch.trajectories, batch.tokens
         with ranks.stop_together():
             injections, prompts = self._prompts(algorithm, trajectories)
         score = partial(algorithm.logprobs_of, self._model(algorithm))
-        teacher = after_prompts(score, prompts, trajectories, batch)
+        teacher = after_prompts(score, prompts, trajectories, tokens)
         longer = sum(len(ids) - len(t.prompt_ids) for ids, t in zip(prompts, trajectories, strict=True))
         algorithm.metrics.mean("train/skills_tokens", longer, len(trajectories))
         self._update_retriever(trajectories, injections)
-        return self.with_teacher(rollout, advantages, SkillInputs(teacher, turn_numbers(trajectories, batch)))
+        return self.with_teacher(batch, advantages, SkillInputs(teacher, turn_numbers(trajectories, tokens)))
 
     def _prompts(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory]
@@ -163,9 +163,7 @@ class SkillTeacher(AdvantageTransform):
         check_lengths(algorithm, prompts, trajectories, "skills", "skills.max_tokens")
         return injections, prompts
 
-    def with_teacher(
-        self, rollout: RolloutBatch, advantages: Tensor, inputs: SkillInputs
-    ) -> tuple[Tensor, SkillInputs]:
+    def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
         """Return the advantages and the inputs of ``loss``, given the self-teacher's log-probs. No gradient. Every rank
         must call."""
         return advantages, inputs

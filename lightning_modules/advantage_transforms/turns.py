@@ -103,17 +103,17 @@ class TurnAdvantages(AdvantageTransform):
         if algorithm.advantage != "std":
             raise ValueError(f"advantage is {algorithm.advantage!r}; turns are compared by std, see group_statistics")
 
-    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
-        trajectories, batch = rollout.trajectories, rollout.batch
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        trajectories, tokens = batch.trajectories, batch.tokens
         turns = list(turns_by_row(trajectories))
         invalid = torch.tensor([float(turn.invalid) for turn in turns])
-        rollout.algorithm.metrics.mean("train/invalid_actions", invalid.sum(), len(turns))
-        values = self.turn_values(rollout.algorithm, turns, self.invalid_coef * invalid)
-        index = turn_index(batch.mask, turn_starts(trajectories, batch))
+        batch.algorithm.metrics.mean("train/invalid_actions", invalid.sum(), len(turns))
+        values = self.turn_values(batch.algorithm, turns, self.invalid_coef * invalid)
+        index = turn_index(tokens.mask, turn_starts(trajectories, tokens))
         table = torch.zeros((len(trajectories), int(index.max()) if index.numel() else 0))
         rows = torch.tensor([turn.row for turn in turns], dtype=torch.int64)
         table[rows, torch.tensor([turn.column for turn in turns], dtype=torch.int64)] = values.float()
-        return spread_turns(table.to(batch.mask.device), index) * batch.mask
+        return spread_turns(table.to(tokens.mask.device), index) * tokens.mask
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
         """Return the advantage of each turn [R]. Override this method for another comparison."""

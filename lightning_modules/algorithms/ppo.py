@@ -157,9 +157,9 @@ class PPO(OnPolicyModule):
         values = scores.require("values")
         advantages, returns = gae(rewards, values, tokens, self.gamma, self.lam)
         self._explained_variance(returns, values, batch.mask)
-        in_loss, rollout = self.kl_in == "loss", RolloutBatch(self, trajectories, batch, scores)
-        advantages = self.assign_credit(rollout, whiten(advantages, tokens, ranks.sum_over_ranks))
-        advantages, kept = self.apply_transforms(rollout, advantages)
+        in_loss, rollout_batch = self.kl_in == "loss", RolloutBatch(self, trajectories, batch, scores)
+        advantages = self.assign_credit(rollout_batch, whiten(advantages, tokens, ranks.sum_over_ranks))
+        advantages, kept = self.apply_transforms(rollout_batch, advantages)
         return PPOLossInputs(
             advantages=advantages,
             rewards=rewards,

@@ -370,21 +370,19 @@ class OnPolicyModule(PolicyModule):
             correction = self.correction.weights(scores.require("old_logprobs"), batch)
         return TokenWeights(batch.mask, aggregation, correction)
 
-    def assign_credit(self, rollout: RolloutBatch, advantages: Tensor) -> Tensor:
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Share out the outcome's advantages [B, T] among the tokens by all advantage transforms in turn, and return
         them."""
         for transform in self.advantage_transforms:
-            advantages = transform.assign_credit(rollout, advantages)
+            advantages = transform.assign_credit(batch, advantages)
         return advantages
 
-    def apply_transforms(
-        self, rollout: RolloutBatch, advantages: Tensor
-    ) -> tuple[Tensor, tuple[RowTensors | None, ...]]:
+    def apply_transforms(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, tuple[RowTensors | None, ...]]:
         """Apply all advantage transforms in turn. Returns the advantages [B, T], and the values that each transform
         keeps for its loss."""
         kept: list[RowTensors | None] = []
         for transform in self.advantage_transforms:
-            advantages, own = transform.transform(rollout, advantages)
+            advantages, own = transform.transform(batch, advantages)
             kept.append(own)
         return advantages, tuple(kept)
 
