@@ -24,6 +24,15 @@ from rollout.trajectory import Task, Trajectory
 Groups = list[list[Trajectory]]
 
 
+def check_groups(group_size: int | None, dynamic_sampling: int | None) -> None:
+    """Raise ValueError for dynamic sampling of groups whose rewards never differ."""
+    if dynamic_sampling is not None and group_size == 1:
+        raise ValueError(
+            f"data.dynamic_sampling is {dynamic_sampling}, but data.group_size is 1: the rewards of a group of one "
+            "never differ; sample more per prompt or leave dynamic_sampling out"
+        )
+
+
 class RolloutDataModule(TrainingData):
     """On-policy data module that rolls out ``prompts_per_iteration * group_size`` trajectories per iteration over all
     ranks. Batches are ``list[Trajectory]``.
@@ -100,11 +109,7 @@ class RolloutDataModule(TrainingData):
         super().__init__(rollouts=rollouts, **evaluation)
         if rollouts.sleep_mode:
             check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
-        if dynamic_sampling is not None and group_size < 2:
-            raise ValueError(
-                f"dynamic_sampling is {dynamic_sampling}, but group_size is {group_size}: the rewards "
-                "of a group of one never differ; sample more per prompt or leave dynamic_sampling out"
-            )
+        check_groups(group_size, dynamic_sampling)
         if abilities is not None and (not abilities or not set(abilities) <= set(ABILITIES)):
             raise ValueError(f"abilities is {abilities}; expected some of {', '.join(ABILITIES)}, or null for all")
         self.abilities = abilities

@@ -78,7 +78,7 @@ def bootstrap_means(values: Sequence[float] | np.ndarray, *, resamples: int = RE
     return np.concatenate(parts)
 
 
-def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int = RESAMPLES) -> Interval:
     """Return the mean of the values with its 95 % percentile bootstrap interval. Seeded: the same values give the same
     interval.
 
@@ -88,11 +88,11 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray, *, resamples: int =
     sample = _as_sample(values, "bootstrap_interval")
     if sample.size == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
-    means = bootstrap_means(sample, resamples=resamples, seed=seed)
+    means = bootstrap_means(sample, resamples=resamples)
     return Interval(float(sample.mean()), *_ends(means), int(sample.size))
 
 
-def bootstrap_strata(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+def bootstrap_strata(strata: Sequence[Sequence[float]], *, resamples: int = RESAMPLES) -> Interval:
     """Return the mean of the strata's means with its 95 % bootstrap interval, resampling within each stratum (such as a
     data source). n counts all values.
 
@@ -101,7 +101,7 @@ def bootstrap_strata(strata: Sequence[Sequence[float]], *, resamples: int = RESA
     """
     if not strata:
         raise ValueError("bootstrap_strata: found no stratum, expected at least one")
-    drawn = np.mean([bootstrap_means(s, resamples=resamples, seed=seed + i) for i, s in enumerate(strata)], axis=0)
+    drawn = np.mean([bootstrap_means(s, resamples=resamples, seed=i) for i, s in enumerate(strata)], axis=0)
     mean = float(np.mean([np.mean(stratum) for stratum in strata]))
     return Interval(mean, *_ends(np.asarray(drawn)), sum(map(len, strata)))
 
@@ -111,7 +111,6 @@ def bootstrap_function(
     function: Callable[[np.ndarray], np.ndarray],
     *,
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> Interval:
     """Return ``function`` of the means of several measures, such as a ratio of two means, with its 95 % bootstrap
     interval over questions.
@@ -135,7 +134,7 @@ def bootstrap_function(
     value = float(function(table.mean(axis=1, keepdims=True))[0])
     if not math.isfinite(value):
         raise ValueError(f"bootstrap_function: the function is {value} at the means of the sample")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows = max(1, CHUNK // size)
     parts = []
     for done in range(0, resamples, rows):
@@ -163,12 +162,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def bootstrap_seeds(
-    measures: Sequence[np.ndarray],
-    function: Callable[[np.ndarray], np.ndarray] = lambda means: means[0],
-    *,
-    same_seeds: bool = True,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    measures: Sequence[np.ndarray], function: Callable[[np.ndarray], np.ndarray] = lambda means: means[0]
 ) -> Interval:
     """Return ``function`` of the means of several measures with its 95 % bootstrap interval, which resamples both
     training seeds and questions.
@@ -179,13 +173,11 @@ def bootstrap_seeds(
     Args:
         measures: a table [seeds, questions] per measure, with the same questions in the same order.
         function: as in ``bootstrap_function``; by default the mean of one measure.
-        same_seeds: row i of every measure belongs to one seed, so rows are drawn together. False draws the rows of each
-            measure independently (two methods without common seeds).
 
     Raises:
-        ValueError: no questions, unequal numbers of questions, or of seeds with ``same_seeds``.
+        ValueError: no questions, or unequal numbers of questions or seeds.
     """
-    value, drawn, size = _seed_resamples(measures, function, same_seeds, resamples, seed)
+    value, drawn, size = _seed_resamples(measures, function)
     return Interval(value, *_ends(drawn[np.isfinite(drawn)]), size)
 
 
@@ -195,12 +187,14 @@ def paired_bootstrap(
     *,
     same_seeds: bool = True,
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> PairedDifference:
     """Return the mean difference of two methods on the same questions, with its 95 % bootstrap interval and p-value.
 
-    ``a`` and ``b`` have one value per question, or are tables [seeds, questions]. Resamples and ``same_seeds`` are
-    those of ``bootstrap_seeds``.
+    ``a`` and ``b`` have one value per question, or are tables [seeds, questions], which ``bootstrap_seeds`` resamples.
+
+    Args:
+        same_seeds: row i of both tables belongs to one seed, so rows are drawn together. False draws the rows of each
+            table independently (two methods without common seeds).
 
     Convention of the p-value: two-sided, ``2 * min(P(d* <= 0), P(d* >= 0))`` over the resampled mean differences
     d*, with one added to numerator and denominator (so that it is never 0) and capped at 1.
@@ -209,7 +203,7 @@ def paired_bootstrap(
         ValueError: unequal lengths, no pairs, or a value that is not finite.
     """
     tables = [np.atleast_2d(np.asarray(table, dtype=np.float64)) for table in (a, b)]
-    value, drawn, size = _seed_resamples(tables, lambda m: m[0] - m[1], same_seeds, resamples, seed)
+    value, drawn, size = _seed_resamples(tables, lambda m: m[0] - m[1], same_seeds, resamples)
     smaller = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (smaller + 1) / (resamples + 1))
     return PairedDifference(value, *_ends(drawn), p, size)
@@ -218,9 +212,8 @@ def paired_bootstrap(
 def _seed_resamples(
     measures: Sequence[np.ndarray],
     function: Callable[[np.ndarray], np.ndarray],
-    same_seeds: bool,
-    resamples: int,
-    seed: int,
+    same_seeds: bool = True,
+    resamples: int = RESAMPLES,
 ) -> tuple[float, np.ndarray, int]:
     """Evaluate a function of means on bootstrap resamples of seeds and questions. Returns its value on the sample, its
     values over the resamples [R], and the number of questions."""
@@ -232,7 +225,7 @@ def _seed_resamples(
         raise ValueError(f"bootstrap: found tables of {shapes}; do the evaluations share any question id?")
     if not all(np.isfinite(table).all() for table in tables):
         raise ValueError("bootstrap: found values that are not finite numbers")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     counts = [rng.multinomial(n, np.full(n, 1 / n), size=resamples) for n in map(len, tables)]
     if same_seeds:
         counts = [counts[0]] * len(tables)

@@ -177,17 +177,16 @@ def check_data_options(module: Any, parsed: Any, where: str) -> None:
     Examples: a group too small to compare, tokens sampled from another distribution than the trained one, a teacher,
     reference or critic without an embedding for a token that the policy may sample.
     """
-    samples, rounds = (parsed.config.get(f"data.init_args.{key}") for key in ("group_size", "dynamic_sampling"))
-    if rounds is not None and samples == 1:
-        raise ExperimentError(
-            f"{where}: data.dynamic_sampling is {rounds}, but data.group_size is 1: the rewards of a group of "
-            "one never differ; sample more per prompt or leave dynamic_sampling out"
-        )
-    options = {"check_rows": (), "check_samples": ("group_size",), "check_sampling": ("train_sampling",)}
-    for method, names in options.items():
-        if hasattr(module, method):
-            with refusals(where):
-                getattr(module, method)(*(parsed.config.get(f"data.init_args.{name}") for name in names))
+    data = parsed.config.get("data.init_args") or {}
+    with refusals(where):
+        if data.get("dynamic_sampling") is not None:
+            from data_modules.rollout_data_module import check_groups
+
+            check_groups(data.get("group_size"), data.get("dynamic_sampling"))
+        options = {"check_rows": (), "check_samples": ("group_size",), "check_sampling": ("train_sampling",)}
+        for method, names in options.items():
+            if hasattr(module, method):
+                getattr(module, method)(*map(data.get, names))
 
 
 def check_lengths(parsed: Any, where: str) -> None:
