@@ -24,6 +24,7 @@ from experiments.reports.compare import (
 )
 from experiments.reports.report import write_results
 from tests.callbacks.helpers import EvaluationData, make_call, make_learner, make_trajectory
+from tests.experiments.reports.pages import rows_of
 
 METHODS = {"kd": [0.0] * 30 + [1.0] * 10, "dgpo": [0.0] * 10 + [1.0] * 30}
 
@@ -60,22 +61,6 @@ def client_of(outputs):
 
 def history_of(client, run_id, metric):
     return [(point.step, point.value) for point in client.get_metric_history(run_id, metric)]
-
-
-def rows_of(outputs, experiment="dgpo"):
-    return [
-        {
-            "experiment": method,
-            "method": method.upper(),
-            "seed": seed,
-            "folder": outputs / method / f"key{seed}",
-            "seconds": 60.0 + seed,
-            "command": f"make train EXP={method}",
-            "commit": "abc",
-        }
-        for method in METHODS
-        for seed in (0, 1)
-    ]
 
 
 def test_run_has_params_metrics_by_step_and_artifacts(outputs):
@@ -203,12 +188,12 @@ def test_compare_prints_a_table_of_the_runs_that_fit(outputs, tmp_path):
 
 
 def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
-    for row in rows_of(outputs):
+    for row in rows_of(outputs, METHODS):
         file = MetricsFile(row["folder"] / METRICS_FILE)
         for step in range(5):
             value = 0.1 * step + 0.05 * row["seed"]
             file.append({"train/em": value} | ({"val/em": value} if step in (2, 4) else {}), step)
-    paths = write_results("dgpo", rows_of(outputs), tmp_path, "x")
+    paths = write_results("dgpo", rows_of(outputs, METHODS), tmp_path, "x")
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
     assert "(dgpo_curves.png)" in (page := paths[0].read_text())
     assert "| DGPO | 2 | 0.325 | 0.300 to 0.350 |" in page, "mean over validations, then over seeds"

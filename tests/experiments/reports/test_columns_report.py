@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -23,6 +22,7 @@ from experiments.reports.results_page import results_page
 from rollout.trajectory import Reward
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 from tests.callbacks.training.test_training_totals import Batches, batch
+from tests.experiments.reports.pages import cells, rows_of, table_of
 
 ARPO = [
     "em", "f1", "tool_calls", "em_per_1000_calls", "math", "pass/2", "train_tool_calls", "train_forked",
@@ -64,25 +64,6 @@ def stages(tmp_path_factory):
     return outputs
 
 
-def rows_of(stages):
-    return [
-        {"experiment": method, "method": method.upper(), "seed": seed, "folder": stages / method / f"key{seed}",
-         "seconds": 60.0, "command": f"make train EXP={method}", "commit": "abc"}
-        for method in METHODS for seed in (0, 1)
-    ]  # fmt: skip
-
-
-def cells(line):
-    return [cell.strip() for cell in line.strip(" |").split("|")]
-
-
-def table_of(text, heading):
-    """Rows, as {head: cell}, of the first table under a heading."""
-    lines = itertools.dropwhile(lambda line: not line.startswith("|"), text.split(heading)[1].splitlines())
-    head, _, *rows = (cells(line) for line in itertools.takewhile(lambda line: line.startswith("|"), lines))
-    return [dict(zip(head, row, strict=True)) for row in rows]
-
-
 def test_unknown_columns_are_refused_with_the_known_ones():
     assert tuple(columns_of(None)) == DEFAULT
     assert [c.title for c in columns_of(["calls/python", "em"]).values()] == ["calls/python", "EM"]
@@ -120,15 +101,15 @@ def test_rows_of_different_test_sets_are_named(stages, tmp_path):
         said = closing_table([(one, made[one]), (other, made[other])], ARPO).splitlines()[-1]
         assert said.startswith("The rows have 2 ") and f"{one}: " in said and f"; {other}: " in said, said
     assert "(20 questions, " in said and "fewer: one_hop (19 questions, " in said
-    rows = [*rows_of(stages)[:1], rows_of(stages)[2] | {"folder": made["fewer"]}]
+    rows = [*rows_of(stages, METHODS)[:1], rows_of(stages, METHODS)[2] | {"folder": made["fewer"]}]
     page, _ = write_results("arpo", rows, tmp_path, "make reproduce EXP=arpo", columns=ARPO)
     assert "**The rows have 2 different test sets; " in page.read_text()
-    page, _ = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
+    page, _ = write_results("arpo", rows_of(stages, METHODS), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
     assert "test sets" not in page.read_text()
 
 
 def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
-    page, data = write_results("arpo", rows_of(stages), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
+    page, data = write_results("arpo", rows_of(stages, METHODS), tmp_path, "make reproduce EXP=arpo", columns=ARPO)
     objects = json.loads(data.read_text())
     assert [(o["method"], o["seed"]) for o in objects] == [("ARPO", 0), ("ARPO", 1), ("GRPO", 0), ("GRPO", 1)]
     first = objects[1]
@@ -165,7 +146,7 @@ def test_the_page_follows_from_its_json(stages, tmp_path):
     names = ["em", "em_per_1000_calls", "maj/2", "tool_calls", "train_forked"]
     rows = [
         row | {"seed": seed, "folder": tmp_path / str(seed) / row["experiment"] / "key0", "sampled": row["folder"]}
-        for row in rows_of(stages) if row["seed"] for seed in range(5)
+        for row in rows_of(stages, METHODS) if row["seed"] for seed in range(5)
     ]  # fmt: skip
     for seed in range(5):
         (tmp_path / str(seed)).symlink_to(stages)
@@ -197,7 +178,7 @@ def test_methods_are_compared_within_their_group(stages, tmp_path):
     rows = [
         row | {"experiment": f"{row['experiment']}_{group}", "method": f"{row['method']}, {group}", "group": group,
                "folder": tmp_path / group / row["experiment"] / row["folder"].name}
-        for row in rows_of(stages) for group in ("easy", "hard")
+        for row in rows_of(stages, METHODS) for group in ("easy", "hard")
     ]  # fmt: skip
     for group in ("easy", "hard"):
         (tmp_path / group).symlink_to(stages)
@@ -222,7 +203,7 @@ def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
     (old / "evaluation.json").write_text(json.dumps(report))
     frame = pl.read_parquet(new / "evaluation" / "test.parquet").filter(pl.col("attempt") == 0)
     frame[:, : frame.columns.index("attempt")].write_parquet(old / "evaluation" / "test.parquet")
-    rows = rows_of(stages)[:1] + [rows_of(stages)[2] | {"folder": old}]
+    rows = rows_of(stages, METHODS)[:1] + [rows_of(stages, METHODS)[2] | {"folder": old}]
     page, data = write_results("arpo", rows, tmp_path, "x", columns=ARPO)
     arpo, grpo = table_of(page.read_text(), "## Test set")
     assert grpo["EM"].startswith("0.500 [") and arpo["tool calls"] == "1.000"
@@ -234,7 +215,7 @@ def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
 def test_average_as_the_main_score(stages, tmp_path):
     """Seeds differ in EM here and not in the reward's verdict; the comparison is one of verdicts."""
     columns = ["acc", "average/2", "maj/2", "pass/2", "tool_success", "tool_calls", "turns/weight/1"]
-    page, data = write_results("arpo", rows_of(stages), tmp_path, "x", columns=columns, score="average")
+    page, data = write_results("arpo", rows_of(stages, METHODS), tmp_path, "x", columns=columns, score="average")
     objects = json.loads(data.read_text())
     assert {o["metric"] for o in objects} == {"average"}
     counts = [(o["mean"], o["k"], o["n"], o["attempts"]) for o in objects]
@@ -266,7 +247,7 @@ def pooled(runs, name):
 
 def test_figures_of_several_attempts_over_runs(stages):
     """Every question's number is its mean over the runs; intervals are of those, and a single run's are its own."""
-    arpo, grpo = ([Run(**row) for row in rows_of(stages)[i : i + 2]] for i in (0, 2))
+    arpo, grpo = ([Run(**row) for row in rows_of(stages, METHODS)[i : i + 2]] for i in (0, 2))
     mixed = [arpo[0], grpo[0]]  # 15 and 10 of 20 right: 10 questions by both, 5 by one
     expected = bootstrap_interval([1.0] * 10 + [0.5] * 5 + [0.0] * 5).as_json()
     for name in ("average/2", "pass/2", "pass_first/2", "maj/2"):

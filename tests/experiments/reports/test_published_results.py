@@ -13,7 +13,7 @@ from experiments.registry.listing import load
 from experiments.registry.project import Project
 from experiments.reports.compare import HISTORY_SCHEMA
 from experiments.reports.results_page import metric_text, results_page
-from tests.experiments.reports.test_columns_report import table_of
+from tests.experiments.reports.pages import table_of
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 PAGES = sorted(path.stem for path in RESULTS.glob("*.json"))

@@ -15,6 +15,7 @@ from experiments.reports.markdown import fenced, inline
 from experiments.reports.report import write_results
 from tests.callbacks.evaluation.turn_score_helpers import CASE_A, CASE_B, CASE_C, make_scores
 from tests.callbacks.helpers import make_trajectory
+from tests.experiments.reports.pages import rows_of
 
 CASES = {"stable": CASE_A, "erroneous": CASE_B, "recovering": CASE_C}
 
@@ -47,14 +48,6 @@ def stages(tmp_path_factory):
     return outputs
 
 
-def rows_of(stages, methods=("sod", "sft")):
-    return [
-        {"experiment": name, "method": name.upper(), "seed": seed, "folder": stages / name / f"key{seed}",
-         "seconds": 60.0, "command": f"make train EXP={name}", "commit": "abc"}
-        for name in methods for seed in (0, 1) if (stages / name / f"key{seed}").exists()
-    ]  # fmt: skip
-
-
 def test_markdown_holds_any_text():
     assert fenced("a ```` b") == "`````text\na ```` b\n`````\n"
     assert inline("a\n b") == "`a b`" and inline("`x`") == "`` `x` ``" and inline("") == "`  `"
@@ -71,7 +64,7 @@ def table_after(text, start):
 
 
 def test_the_page_has_a_section_about_turns(stages, tmp_path):
-    page, _ = write_results("sod", rows_of(stages), tmp_path, "make reproduce EXP=sod")
+    page, _ = write_results("sod", rows_of(stages, ("sod", "sft")), tmp_path, "make reproduce EXP=sod")
     text = page.read_text()
     head, rows = table_after(text, "| method |  | turn 1")
     assert head == ["method", "", *(f"turn {k}" for k in range(1, 7)), "after an error"]
