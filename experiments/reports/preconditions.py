@@ -108,8 +108,8 @@ def distillation_gates(start: Test, turns: Sequence[Sequence[TurnScore]], teache
 
 
 def skill_gates(plain: Test, skilled: Test, shuffled: Test, size: int) -> list[Gate]:
-    """Return the gates (preconditions) of the algorithm SDAR, from tests of the initial student without skills (advice
-    texts), with skills, and with other tasks' skills."""
+    """Check whether SDAR can work: return its gates (measured value and required range). They come from three tests of
+    the initial student: without skills (advice texts), with skills, and with other tasks' skills."""
     without, given, others = (measured(test, f"average/{size}") for test in (plain, skilled, shuffled))
     return [
         groups_gate(plain, size, 0.7),
@@ -199,7 +199,7 @@ def variation(values: Sequence[float]) -> float | None:
 
 
 def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
-    """Return a Markdown table of the gates (preconditions), measured on every seed's initial model."""
+    """Return the gates of all seeds as a Markdown table: a row per gate, a column per seed, failed gates bold."""
     first, *_ = of.values()
     rows = [
         [gate.name, gate.title, gate.expected, *(g.shown if g.passed else f"**{g.shown}**" for g in seeds)]

@@ -97,8 +97,8 @@ class RunContext:
         return f"{self.command(MASTER_ADDR=self.node.address, **port, **variables)} (and with {others})"
 
     def for_stage(self, stage: Stage) -> RunContext:
-        """Return the context of a command that runs ``stage`` alone, with the overrides of it and of the stages it
-        depends on."""
+        """Return a copy of the command's context that runs only ``stage``. It keeps the overrides of this stage and of
+        the stages it depends on."""
         given, names = overrides.parse(self.arguments), {other.name for other in closure([stage])} - {stage.name}
         own = given.for_stage(stage.name, is_target=stage.name == self.target)
         kept = ("LAUNCH=", "ALLOW=") if stage.name == self.target else ("LAUNCH=",)

@@ -235,8 +235,8 @@ def _check_lightning(config: Config, where: str) -> str | None:
 
 
 def with_arguments(config: Config, arguments: Sequence[str], where: str) -> Config:
-    """Return a copy of the configuration that includes the command-line arguments left for the parser, so that they are
-    checked, too."""
+    """Return a copy of the configuration with the parser's remaining ``--key=value`` arguments set in it, so that
+    validation sees them."""
     config = copy.deepcopy(config)
     for argument in arguments:
         path, _, text = argument.removeprefix("--").partition("=")
