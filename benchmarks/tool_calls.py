@@ -1,6 +1,7 @@
 """Compares a GRPO iteration with two tool calls per trajectory here and in TRL's tool loop, by call latency.
 
     python -m benchmarks.tool_calls [--prompts 4] [--samples 4] [--turn-tokens 24] [--repeats 5]
+    python -m benchmarks.tool_calls --model MODEL --questions FILE --threads 2 --micro-rows 2 --latencies 0ms
 
 Both sides have the same random Qwen3 in float32, prompts, optimiser and one thread. The first two turns of a trajectory
 are read as calls, whatever the text. Each call sleeps for 0, 50 or 200 ms, or a log-normal time (median 50 ms, sigma
@@ -12,14 +13,13 @@ TRL's trainer generates with transformers. It runs the tools of one trajectory a
 tools (``GRPOTrainer._tool_call_loop``, TRL 1.16), so a plain function represents both. Its asynchronous trainer is not
 compared, because it samples from a vLLM server with weights sent by NCCL and needs GPUs.
 
+With ``--model`` (the cold start of smollm2_sft) and ``--questions`` (the atlas's train.parquet) the model is real, and
+its turns end where it ends them. Numbers of tokens then differ by sampling, so tokens per second are printed, too.
+
 TRL has its own environment (``make trl``); without it, only our side is measured.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import statistics
@@ -35,16 +35,17 @@ from benchmarks.trl_comparison import TRL_PYTHON, side
 
 NO_TRL = "no TRL here (make trl): nothing is compared"
 RESPONSE_TOKENS = 512  # enough for two results and three turns
-Times = list[tuple[float, float]]  # wall and processor seconds of an iteration, of one repeat
+Times = list[tuple[float, float, float]]  # of an iteration of each repeat: wall and processor seconds, tokens
 
 
 def metric(latency: str, times: dict[str, Times]) -> str:
     parts = []
     for label, repeats in times.items():
-        wall, cpu = zip(*repeats, strict=True)
+        wall, cpu, tokens = zip(*repeats, strict=True)
+        rate = statistics.median(n / seconds for n, seconds in zip(tokens, wall, strict=True))
         parts.append(
             f"{label} {statistics.median(wall):.2f} s of wall time ({min(wall):.2f} to {max(wall):.2f}), "
-            f"{statistics.median(cpu):.2f} CPU s"
+            f"{statistics.median(cpu):.2f} CPU s, {rate:.0f} tokens/s"
         )
     if len(times) > 1:
         wall, cpu = ([statistics.median(row[i] for row in rows) for rows in times.values()] for i in (0, 1))
@@ -56,7 +57,8 @@ def metrics(options: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         sides = {"ours": stack.enter_context(side("ours_tools", sys.executable))}
-        sides["ours"].ask("prepare", folder, options.prompts, options.samples, options.turn_tokens, RESPONSE_TOKENS)
+        sizes = options.prompts, options.samples, options.turn_tokens, RESPONSE_TOKENS
+        sides["ours"].ask("prepare", folder, *sizes, options.model, options.questions)
         if options.trl.exists():
             sides["TRL"] = stack.enter_context(side("theirs_tools", options.trl))
         yield ", ".join(f"{k} {v}" for one in sides.values() for k, v in one.versions.items())
@@ -66,11 +68,13 @@ def metrics(options: argparse.Namespace) -> Iterator[str]:
         for repeat in range(options.repeats):
             for latency, times in found.items():
                 for label, one in sides.items():
-                    sizes = {"iterations": options.iterations, "micro_rows": options.prompts * options.samples}
-                    case = ToolCase("grpo", MODEL, None, **sizes, latency=latency)
+                    counts = {"iterations": options.iterations, "threads": options.threads}
+                    counts["micro_rows"] = options.micro_rows or options.prompts * options.samples
+                    case = ToolCase("grpo", MODEL, None, **counts, latency=latency)
                     rows = one.ask("measure", case, folder)["rows"]
-                    wall, cpu = (statistics.median(row[key] for row in rows) for key in ("seconds", "cpu"))
-                    times[label].append((wall, cpu))
+                    keys = ("seconds", "cpu", "tokens")
+                    wall, cpu, tokens = (statistics.median(row[key] for row in rows) for key in keys)
+                    times[label].append((wall, cpu, tokens))
                     print(
                         f"{repeat + 1} {latency}, {label}: {wall:.2f} s, {cpu:.2f} CPU s", file=sys.stderr, flush=True
                     )
@@ -84,6 +88,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="trajectories per prompt")
     parser.add_argument("--latencies", nargs="+", choices=LATENCIES, default=list(LATENCIES), help="of a call")
     parser.add_argument("--turn-tokens", type=int, default=24, help="sampled in a turn on average")
+    parser.add_argument("--model", help="folder of a real model, instead of a random one")
+    parser.add_argument("--questions", help="question file for the real model")
+    parser.add_argument("--threads", type=int, default=1, help="of each side")
+    parser.add_argument("--micro-rows", type=int, help="rows that go through the model at once; default: all")
     parser.add_argument("--iterations", type=int, default=3, help="per measurement, the first not counted")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trl", type=Path, default=TRL_PYTHON, help="interpreter of the environment that has TRL")

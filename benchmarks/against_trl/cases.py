@@ -30,6 +30,7 @@ class Case:
     lr: float = LEARNING_RATE
     compact: bool = False  # TRL only: apply the output matrix to completion tokens only, as its CUDA path does
     return_memory: bool = False  # return freed blocks at once, so that the peak counts live tensors
+    threads: int = 1  # of torch; our engine has as many
     gradient: str | None = None  # file for the last step's gradient and the weights after it
 
 

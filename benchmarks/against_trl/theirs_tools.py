@@ -30,7 +30,7 @@ def every_turn_calls(*_: Any, **__: Any) -> dict[str, Any]:
 
 
 def measure(case: ToolCase, folder: Path, inputs: Inputs) -> dict[str, Any]:
-    torch.set_num_threads(1)
+    torch.set_num_threads(case.threads)
     trl.trainer.grpo_trainer.parse_response = every_turn_calls
     waits, made = case.waits(), []
 
