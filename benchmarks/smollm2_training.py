@@ -29,7 +29,7 @@ from benchmarks import common
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 LENGTHS = Path(__file__).with_suffix("").with_name("smollm2_lengths.json")
-MICRO_BATCH = 768  # tokens, as in smollm2_grpo
+MICRO_BATCH = 640  # tokens, as in smollm2_grpo
 LR = 1e-5
 VOCABULARY = 49_000
 

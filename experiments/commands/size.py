@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
-from experiments.registry.machine import assume_gpu
+from experiments.registry.machine import assume_gpu, measured_cpu
 from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
 from experiments.registry.sizing import Adapters, Run, Strategy, Training
 from experiments.stages.context import RunContext
@@ -21,6 +22,7 @@ from experiments.stages.graph import Stage
 
 NAMES = {"self_teacher": "self-teacher", "average": "moving average"}  # of a module's attributes, in the table
 GPUS = "1,8,16"
+CPU = "cpu"
 TOO_MUCH = "TOO MUCH"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -53,7 +55,7 @@ class Sized:
     "size",
     "whether an experiment fits on given GPUs, and estimated hours; loads nothing",
     option("--gpus", default=GPUS, help="numbers of GPUs, comma-separated"),
-    option("--gpu", default="h100", help=", ".join(GPU_SPECS)),
+    option("--gpu", default="h100", help=f"{', '.join(GPU_SPECS)}; cpu: this machine's cores, measured"),
 )
 def size(args: argparse.Namespace, context: RunContext) -> None:
     """Print a table with memory by component, speeds and hours, one column per number of GPUs.
@@ -61,18 +63,23 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     Raises:
         ExperimentError: an experiment that trains nothing, an unknown GPU or model.
     """
-    if args.gpu not in GPU_SPECS:
+    on_cpu = args.gpu == CPU
+    if not on_cpu and args.gpu not in GPU_SPECS:
         raise ExperimentError(
-            f"no GPU '{args.gpu}' is known{nearest(args.gpu, GPU_SPECS)}; there are: {', '.join(GPU_SPECS)}"
+            f"no GPU '{args.gpu}' is known{nearest(args.gpu, [*GPU_SPECS, CPU])}; there are: "
+            f"{', '.join(GPU_SPECS)} and {CPU}"
         )
-    counts = numbers("--gpus", args.gpus, GPUS, least=1)
-    with assume_gpu():
+    counts = [1] if on_cpu else numbers("--gpus", args.gpus, GPUS, least=1)
+    with contextlib.nullcontext() if on_cpu else assume_gpu():
         stage = make_graph(context).target()
     if stage.kind != "fit":
         raise ExperimentError(f"'{stage.name}' is of kind {stage.kind}: it trains nothing; name one that trains")
-    chip, module = GPU_SPECS[args.gpu], module_of(stage)
+    module = module_of(stage)
     columns = [sized(stage, module, n, context.project.root) for n in counts]
     first = columns[0].training
+    chip = measured_cpu("float32" if first.precision == "float32" else "bfloat16") if on_cpu else GPU_SPECS[args.gpu]
+    if on_cpu:
+        columns = [with_cpu_engine(columns[0], stage, chip)]
     models = [("policy", first.policy.parameters), *((name, d.parameters) for name, d, _ in first.frozen)]
     models += [("critic", first.critic.body)] if first.critic else []
     models += [("adapters", first.trained)] if first.adapters else []
@@ -80,12 +87,25 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     print(f"{stage.name} on {chip.name}: {words}; {first.strategy}, {first.precision}\n")
     rows = table(columns, chip)
     print_table(rows)
+    peak = "measured speed of matrix products" if on_cpu else "GPU's peak"
     print(
-        "\nGB per GPU, computed and not measured. The roofline is the GPU's peak. Hours assume that a run reaches\n"
-        f"{sizing.EFFICIENCY:g} of it, and trajectories of half the longest length; tools and evaluation come on top."
+        f"\nGB {'of all processes' if on_cpu else 'per GPU'}, computed and not measured. The roofline is the {peak}. "
+        f"Times assume\nthat a run reaches {chip.efficiency:g} of it, and trajectories of half the longest length; "
+        "tools and evaluation come on top."
     )
     if any(TOO_MUCH in cell for row in rows for cell in row):
         print(f"\n{TOO_MUCH}: docs/scaling.md lists what to change, in order; ARGS adds an option to this count.")
+
+
+def with_cpu_engine(column: Sized, stage: Stage, chip: GPUSpec) -> Sized:
+    """Return the figures with the memory that the engine takes on a CPU: weights, cache and work."""
+    data = (stage.config.get("data") or {}).get("init_args") or {}
+    rollouts = (data.get("rollouts") or {}).get("init_args") or {}
+    engine = (rollouts.get("engine") or {}).get("init_args") or {}
+    element = BYTES[str(engine.get("dtype") or "float32")]
+    size = element * column.training.policy.parameters + float(engine.get("kv_cache_bytes") or 0) + sizing.ENGINE_WORK
+    training = dataclasses.replace(column.training, engine_share=size / chip.memory, engine_element=element)
+    return dataclasses.replace(column, training=training)
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
@@ -114,6 +134,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
         sleep_mode=bool(rollouts.get("sleep_mode")),
         max_length=int(engine.get("max_length") or 4096),
+        scores=bool(getattr(module, "reads_old_logprobs", True)),
     )
     in_flight = min(int(rollouts.get("concurrency", 256)), int(engine.get("max_num_seqs", 256)))
     return Sized(training, run_of(data, rollouts, model, training), in_flight)
@@ -199,6 +220,7 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
         return Dimensions.of(json.loads(file.read_text()))
     for upstream in stage.upstream:
         made_from = ((upstream.config.get("model") or {}).get("init_args") or {}).get("policy")
+        made_from = made_from or ((upstream.config.get("task") or {}).get("init_args") or {}).get("source")
         if (root / path).is_relative_to(upstream.folder) and made_from:
             return dimensions_of(made_from, upstream, root)
     if (config := known_model(Path(path).name)) is not None:
@@ -213,7 +235,8 @@ def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
     """Return the table of memory and speeds as rows of text cells. The first row is the head."""
     trainings = [c.training for c in columns]
     parts = [sizing.memory(t, chip) for t in trainings]
-    rows = [["GPUs", *(str(t.gpus) for t in trainings)]]
+    device = "machine" if chip.is_cpu else "GPU"
+    rows = [["machines" if chip.is_cpu else "GPUs", *(str(t.gpus) for t in trainings)]]
     for name in dict.fromkeys(name for part in parts for name in part):
         if any(part.get(name) for part in parts):
             rows.append([name, *(f"{part.get(name, 0) / GB:.1f}" for part in parts)])
@@ -225,13 +248,16 @@ def table(columns: Sequence[Sized], chip: GPUSpec) -> list[list[str]]:
     rows.append([f"all of {chip.memory / GB:.0f}", *cells])
     rows.append(["training tok/s, roofline", *(rounded(sizing.training_speed(t, chip)) for t in trainings)])
     if trainings[0].engine_share and columns[0].run is not None:
-        rows.append(["cache, tokens per GPU", *(rounded(sizing.cache_tokens(t, chip)) for t in trainings)])
-        rows.append(["sequences at once per GPU", *(f"{c.sequences(chip)} of {c.wanted}" for c in columns)])
+        rows.append([f"cache, tokens per {device}", *(rounded(sizing.cache_tokens(t, chip)) for t in trainings)])
+        rows.append([f"sequences at once per {device}", *(f"{c.sequences(chip)} of {c.wanted}" for c in columns)])
         speeds = [sizing.generation_speed(c.training, chip, c.sequences(chip)) for c in columns]
         rows.append(["sampled tok/s, roofline", *(rounded(speed) if speed else "-" for speed in speeds)])
         times = [sizing.hours(c.training, chip, c.run, c.sequences(chip)) for c in columns if c.run]
         cells = (f"{time:.2g}" if time < 10 else rounded(time) for time in times)
-        rows.append([f"hours, at {sizing.EFFICIENCY:g} of it", *cells])
+        rows.append([f"hours, at {chip.efficiency:g} of it", *cells])
+        if chip.is_cpu:
+            minutes = (60 * time / c.run.iterations for time, c in zip(times, columns, strict=True) if c.run)
+            rows.append(["minutes per iteration", *(f"{value:.2g}" for value in minutes)])
     return rows
 
 

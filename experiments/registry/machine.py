@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,8 +20,10 @@ from typing import Any, Literal
 
 from common.files import write_atomically
 from experiments.registry.hardware import GPU_NAMES
+from experiments.registry.shapes import GB, GPUSpec
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # of /proc/cpuinfo; without them products in bfloat16 are emulated
+CPU_EFFICIENCY = 0.6  # of the measured speed of products that training and rollouts reach together
 TOLERANCE = 0.02  # of a bfloat16 result, relative to the largest value
 # A product and an attention in bfloat16 against float32. Some processors crash here, so a child process runs it.
 PROBE = f"""
@@ -68,6 +73,39 @@ def _has_gpu() -> bool:
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def measured_cpu(dtype: str) -> GPUSpec:
+    """Measure the speed of this machine's cores in two seconds: products of matrices as a small model has them, and
+    sums. Returns it with the memory that this process may use.
+
+    Args:
+        dtype: ``float32`` or ``bfloat16``.
+    """
+    import torch
+
+    torch.set_num_threads(cpu_cores())
+    x, w = torch.randn(1024, 1024, dtype=getattr(torch, dtype)), torch.randn(1024, 1024, dtype=getattr(torch, dtype))
+    whole = torch.randn(2**26)  # larger than any cache
+    flops = 2 * 1024**3 / _seconds(lambda: x @ w)
+    bandwidth = 4 * whole.numel() / _seconds(lambda: whole.sum())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            memory = min(memory, int(Path(limit).read_text()))
+    name = f"{cpu_cores()} CPU cores, {dtype}, {memory / GB:.0f} GB"
+    return GPUSpec(name, memory, flops, bandwidth, overhead=1.5 * GB, efficiency=CPU_EFFICIENCY, is_cpu=True)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the median wall time of a call, over about a second."""
+    work()
+    times, began = [], time.perf_counter()
+    while time.perf_counter() - began < 1.0:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -124,6 +124,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _config(QWEN2, 896, 24, 14, 4864, tied=True),
     "qwen2.5-3b": _config(QWEN2, 2048, 36, 16, 11008, tied=True),
     "qwen2.5-7b": _config(QWEN2, 3584, 28, 28, 18944, tied=False, num_key_value_heads=4, vocab_size=152_064),
+    "smollm2-135m": _config(LLAMA, 576, 30, 9, 1536, tied=True, num_key_value_heads=3, vocab_size=49_152),
     "llama-3.1-8b": _config(LLAMA, 4096, 32, 32, 14336, tied=False),
 }
 ALIASES = {"sod-grpo_teacher-4b": "qwen3-4b"}  # checkpoints whose name does not contain their model's
@@ -131,20 +132,24 @@ ALIASES = {"sod-grpo_teacher-4b": "qwen3-4b"}  # checkpoints whose name does not
 
 def known_model(name: str) -> dict[str, Any] | None:
     """Return the config.json of the published model whose name ``name`` contains
-    (``SearchR1-ppo-qwen2.5-3b-instruct``), or None."""
-    name = name.lower()
+    (``SearchR1-ppo-qwen2.5-3b-instruct``, ``SmolLM2-135M-Instruct.Q4_1.gguf``), or None."""
+    name = re.sub(r"\.[a-z0-9_]+\.gguf$", "", name.lower())
     found = [known for known in MODELS if re.search(rf"(?<![\w.]){re.escape(known)}(?![\w.])", ALIASES.get(name, name))]
     return MODELS[found[0]] if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class GPUSpec:
-    """The data sheet of a GPU: memory, bandwidth, and dense bfloat16 speed without sparsity."""
+    """The data sheet of a GPU: memory, bandwidth, and dense bfloat16 speed without sparsity. Or the measured figures of
+    a machine without one (``experiments.registry.machine.measured_cpu``)."""
 
     name: str
     memory: float  # bytes
     flops: float  # per second
     bandwidth: float  # bytes per second
+    overhead: float = 3 * GB  # allowance: CUDA context, NCCL's buffers, fragmentation
+    efficiency: float = 0.35  # of the roofline that a run reaches: an assumption (0.23 in training 0.6B on an H200)
+    is_cpu: bool = False
 
 
 # From NVIDIA's data sheets (A100, H100 and H200: SXM) and its Ampere, Ada and Blackwell GeForce white papers (float32

@@ -1,9 +1,9 @@
 """Estimates GPU memory and hours of a training run from the shapes of its models. Loads and measures nothing.
 
 tests/experiments/registry/test_sizing.py checks the accuracy: parameters are exact; activations agree with what
-autograd keeps to 2 %; the sum is within 15 % of the tensors alive at the peak of a real step. ``OVERHEAD`` allows for
-what a layer needs while it runs, fragmentation and the CUDA context. Speeds are the roofline, what the chip's
-arithmetic or memory allows at most; ``hours`` assumes that a run reaches ``EFFICIENCY`` of it.
+autograd keeps to 2 %; the sum is within 15 % of the tensors alive at the peak of a real step. ``GPUSpec.overhead``
+allows for what a layer needs while it runs, fragmentation and the CUDA context. Speeds are the roofline, what the
+chip's arithmetic or memory allows at most; ``hours`` assumes that a run reaches ``GPUSpec.efficiency`` of it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Literal
 
 from experiments.registry.shapes import GB, Dimensions, GPUSpec, Precision
 
-OVERHEAD = 3 * GB  # allowance: CUDA context, NCCL's buffers, fragmentation
 ENGINE_WORK = 1 * GB  # allowance: vLLM's activations and sampler within its share
 ENGINE_ASLEEP = 1 * GB  # allowance: CUDA context and graphs of a sleeping vLLM
 LOGITS = 1  # copies of [logits_chunk, vocabulary] in the type of the products (models/projection.py)
 BLOCK = 2**24  # elements with two further float32 copies (the same file, LARGE_BLOCK)
-EFFICIENCY = 0.35  # of the roofline that a run reaches: an assumption (0.23 in training 0.6B on an H200)
 ADAM = 8  # bytes per trained parameter: two moments in float32
 LIVE_PARAMETERS = 1e9  # DeepSpeed's stage3_max_live_parameters: gathered at once, at most
 Strategy = Literal["single", "ddp", "zero2", "zero3"]
@@ -62,6 +60,8 @@ class Training:
     max_tokens_per_micro_batch: int = 16384
     logits_chunk: int = 1024
     engine_share: float = 0.0  # of the GPU's memory, for vLLM (gpu_memory_utilization)
+    engine_element: int = 2  # bytes of a number in the engine
+    scores: bool = True  # the policy scores the batch before the update
     sleep_mode: bool = False  # the engine has its share only while the trainer's states are in host memory
     max_length: int = 4096
 
@@ -145,7 +145,7 @@ def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
     parts |= work | {"optimizer's step": max(0.0, step - sum(work.values()))}
     if t.engine_share:
         parts["engine"] = ENGINE_ASLEEP if t.sleep_mode else t.engine_share * chip.memory
-    return parts | {"overhead": OVERHEAD}
+    return parts | {"overhead": chip.overhead}
 
 
 def sampling_memory(t: Training, chip: GPUSpec) -> dict[str, float]:
@@ -158,7 +158,7 @@ def sampling_memory(t: Training, chip: GPUSpec) -> dict[str, float]:
     if not t.sleep_mode or not t.engine_share:
         return {}
     kept = {"weights": weights(t), "master weights": masters(t), **frozen(t)}
-    return kept | {"engine": t.engine_share * chip.memory, "overhead": OVERHEAD}
+    return kept | {"engine": t.engine_share * chip.memory, "overhead": chip.overhead}
 
 
 def peak(t: Training, chip: GPUSpec) -> float:
@@ -220,9 +220,9 @@ def autocast_copies(t: Training) -> float:
 
 
 def training_flops(t: Training, context: float, epochs: int = 1) -> float:
-    """Return the floating-point operations per trained token: a scoring pass, then forward and backward (checkpointing:
-    forward again)."""
-    passes = 1 + (4 if t.checkpointing else 3) * epochs
+    """Return the floating-point operations per trained token: a scoring pass if there is one, then forward and backward
+    (checkpointing: forward again)."""
+    passes = t.scores + (4 if t.checkpointing else 3) * epochs
     trained = sum(d.forward_flops(context) for d in t.models)
     return passes * trained + sum(d.forward_flops(context) for _, d, _ in t.frozen)
 
@@ -233,9 +233,9 @@ def training_speed(t: Training, chip: GPUSpec) -> float:
 
 
 def cache_tokens(t: Training, chip: GPUSpec) -> int:
-    """Return the number of tokens per GPU whose keys and values fit beside the engine's bfloat16 weights."""
-    free = t.engine_share * chip.memory - 2 * t.policy.parameters - ENGINE_WORK
-    return max(0, int(free // t.policy.kv_bytes()))
+    """Return the number of tokens per GPU whose keys and values fit beside the engine's weights."""
+    free = t.engine_share * chip.memory - t.engine_element * t.policy.parameters - ENGINE_WORK
+    return max(0, int(free // t.policy.kv_bytes(t.engine_element)))
 
 
 def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:
@@ -243,13 +243,14 @@ def generation_speed(t: Training, chip: GPUSpec, sequences: int) -> float:
     cache once and computes one token per sequence; the slower of both counts."""
     if not sequences:
         return 0.0
-    reading = (2 * t.policy.parameters + sequences * t.context * t.policy.kv_bytes()) / chip.bandwidth
+    cache = sequences * t.context * t.policy.kv_bytes(t.engine_element)
+    reading = (t.engine_element * t.policy.parameters + cache) / chip.bandwidth
     computing = sequences * t.policy.forward_flops(t.context) / chip.flops
     return t.gpus * sequences / max(reading, computing)
 
 
 def hours(t: Training, chip: GPUSpec, run: Run, sequences: int) -> float:
-    """Return the estimated hours of a training run that reaches the share ``EFFICIENCY`` of the GPUs' peak speed.
+    """Return the estimated hours of a training run that reaches the share ``efficiency`` of the GPUs' peak speed.
     Tools, evaluation, weight updates and offloading come on top.
 
     Args:
@@ -261,4 +262,4 @@ def hours(t: Training, chip: GPUSpec, run: Run, sequences: int) -> float:
     reading = tokens * t.policy.forward_flops(t.context) / (t.gpus * chip.flops)  # prompts and observations
     sampling = run.trajectories * run.sampled / generation_speed(t, chip, sequences) + reading
     training = tokens * training_flops(t, t.context, run.epochs) / (t.gpus * chip.flops)
-    return run.iterations * (sampling + training) / EFFICIENCY / 3600
+    return run.iterations * (sampling + training) / chip.efficiency / 3600

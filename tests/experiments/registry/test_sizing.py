@@ -1,7 +1,9 @@
 """What is counted of models agrees with what transformers makes of them, and with what autograd keeps."""
 
+import dataclasses
 import json
 import random
+import re
 import weakref
 from functools import partial
 
@@ -24,6 +26,7 @@ PUBLISHED = {  # safetensors' count on each model's page of the Hugging Face hub
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200, "qwen2.5-0.5b": 494_032_768, "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512, "llama-3.1-8b": 8_030_261_248,
+    "smollm2-135m": 134_515_008,
 }  # fmt: skip
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160,
@@ -266,6 +269,16 @@ def test_command(capsys, monkeypatch, tmp_path):
         assert message in capsys.readouterr().err
 
 
+def test_a_run_on_this_machines_cores(capsys, monkeypatch, tmp_path):
+    """Of a model that no stage has made yet. Without a GPU there is one column, and no sleeping engine."""
+    monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path))
+    assert main(["size", "smollm2_grpo", "--gpu", "cpu"]) == 0
+    rows = dict(re.findall(r"^  (\S.*?)   *(\S.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert rows["machines"] == "1" and "asleep" not in str(rows)
+    assert float(rows["engine"]) > 2 and 0 < float(rows["minutes per iteration"])
+    assert float(rows["hours, at 0.6 of it"]) == pytest.approx(float(rows["minutes per iteration"]) * 24 / 60, rel=0.1)
+
+
 def test_a_sleeping_engine_takes_turns_with_the_trainer():
     policy, chip = Dimensions.of(MODELS["qwen3-0.6b"]), GPU_SPECS["h100"]
     asleep = Training(policy=policy, engine_share=0.85, sleep_mode=True)
@@ -280,7 +293,9 @@ def test_hours_are_arithmetic():
     forward = policy.forward_flops(2000)
     step = (2 * policy.parameters + 32 * 2000 * policy.kv_bytes()) / chip.bandwidth
     seconds = 64 * 1500 / 32 * step + 64 * 2000 * (1 + 4) * forward / chip.flops
-    assert sizing.hours(training, chip, run, 32) == pytest.approx(10 * seconds / sizing.EFFICIENCY / 3600)
+    assert sizing.hours(training, chip, run, 32) == pytest.approx(10 * seconds / chip.efficiency / 3600)
+    unscored = dataclasses.replace(training, scores=False)
+    assert sizing.training_flops(unscored, 2000.0) == pytest.approx(0.75 * sizing.training_flops(training, 2000.0))
 
 
 def test_a_model_that_is_there_is_read(tmp_path):
