@@ -23,6 +23,7 @@ from callbacks.tracking.metrics_file import METRICS_FILE, MetricsFile
 from callbacks.tracking.mlflow_run import MLflowRun, is_refusal
 from callbacks.tracking.run_info import RunStopped
 from callbacks.tracking.run_parameters import parameters
+from callbacks.tracking.trackers import Tracker, tracker_names
 from common.errors import one_line
 from common.make_command import same_run
 
@@ -57,6 +58,7 @@ class Uploader:
         self._lock, self._working = threading.Lock(), False
 
     def put(self, job: Callable[[MLflowRun], Any]) -> None:
+        """Add a job to the queue."""
         self._jobs.append(job)
         self._ask(None)
 
@@ -108,6 +110,16 @@ class Uploader:
             log.warning("MLflow (%s) does not take this run: %s. %s", self._run.uri, reason, self._kept)
 
 
+class NoUpload:
+    """Takes the jobs of an `Uploader` and does none: MLflow is not among the run's trackers."""
+
+    def put(self, job: Callable[[MLflowRun], Any]) -> None:
+        """Leave the job out."""
+
+    def flush(self) -> None:
+        """Return at once."""
+
+
 class MLflowLogger(Logger):
     """Logs a Lightning run to the file ``<save_dir>/metrics.jsonl`` first, then to MLflow from a background thread.
 
@@ -127,6 +139,8 @@ class MLflowLogger(Logger):
         save_dir: the stage's output folder. Without it the run cannot be continued.
         artifact_location: URI or folder for artifacts; default: beside an SQLite store, else the server's choice.
         tags: tags of the run.
+        tracker: where metrics go after the file: ``mlflow``, ``wandb``, ``trackio``, a list of these, or ``none``.
+            (The stage adds the loggers of wandb and trackio, see ``callbacks.tracking.trackers``.)
     """
 
     def __init__(
@@ -137,15 +151,21 @@ class MLflowLogger(Logger):
         save_dir: str | None = None,
         artifact_location: str | None = None,
         tags: dict[str, Any] | None = None,
+        tracker: Tracker | list[Tracker] = "mlflow",
     ) -> None:
         super().__init__()
+        self.trackers = tracker_names(tracker)
         self._folder = Path(save_dir) if save_dir is not None else None
         self._name, self._run_name = experiment_name, run_name or (self._folder.name if self._folder else "run")
         self._run = MLflowRun(experiment_name, self._run_name, tracking_uri, self._folder, artifact_location, tags)
         self._configured: set[str] = set()  # arguments that the configuration gives, as "model.lr"
         self._uploaded = 0  # bytes of the file
-        if is_rank_zero():
+        if is_rank_zero() and self._uploads:
             import mlflow  # noqa: F401  # 2 s, which the thread would take from the training
+
+    @property
+    def _uploads(self) -> bool:
+        return "mlflow" in self.trackers
 
     @cached_property
     def _file(self) -> MetricsFile:
@@ -153,7 +173,9 @@ class MLflowLogger(Logger):
         return MetricsFile(self._folder / METRICS_FILE if self._folder is not None else None)
 
     @cached_property
-    def _uploader(self) -> Uploader:
+    def _uploader(self) -> Uploader | NoUpload:
+        if not self._uploads:
+            return NoUpload()
         path = self._folder and self._folder / METRICS_FILE
         kept = f"Metrics are kept in {path}; {same_run('metrics')} sends them" if path else "Its metrics are lost"
         uploader = Uploader(self._run, kept)
@@ -240,13 +262,13 @@ class MLflowLogger(Logger):
 
     @property
     def experiment(self) -> Any:  # jsonargparse would import mlflow (1 s) if its class were named here
-        """The ``MlflowClient`` of the run. None on other ranks than 0, and while the MLflow store cannot be used."""
-        if is_rank_zero() and self._run.client is None:
+        """The ``MlflowClient`` of the run. None on other ranks than 0, without MLflow, and while its store cannot be
+        used."""
+        if is_rank_zero() and self._uploads and self._run.client is None:
             self.flush()
         return self._run.client
 
     @property
     def run_id(self) -> str:
         """The run's id in MLflow; "" until the run exists."""
-        _ = self.experiment
-        return self._run.run_id
+        return self._run.run_id if self.experiment is not None else ""

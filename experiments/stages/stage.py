@@ -127,12 +127,19 @@ def seed_task(seed: int) -> None:
 
 def run_lightning(config: dict[str, Any], arguments: Sequence[str], store: StageFolder) -> None:
     """Train with Trainer.fit (kind fit only), then test with Trainer.test."""
+    from callbacks.tracking.trackers import other_trackers
     from experiments.stages.parser import cli
 
     config = {**config, "trainer": {**(config.get("trainer") or {}), "default_root_dir": str(store.path)}}
     parsed = cli(config, arguments, _where(config), instantiate=True)
     trainer, model, data = parsed.trainer, parsed.model, parsed.datamodule
-    log_configuration(trainer, store)
+    with other_trackers(trainer, config):
+        log_configuration(trainer, store)
+        fit_and_test(trainer, model, data, config, store)
+
+
+def fit_and_test(trainer: Any, model: Any, data: Any, config: dict[str, Any], store: StageFolder) -> None:
+    """Run ``trainer`` as the stage's kind says: fit and test, or test alone."""
     if config["experiment"]["kind"] == "fit":
         gc.freeze()  # keep libraries and models out of the garbage collector's walks
         trainer.fit(model, datamodule=data, ckpt_path=store.checkpoint)
