@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from callbacks.tracking.run_info import commit
 from experiments import commands
 from experiments.commands.command import COMMANDS
 from experiments.launch.nodes import overrides_of
@@ -63,8 +65,20 @@ def take_outputs(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     return folder, others
 
 
+class Version(argparse.Action):
+    """Option that prints the version and the commit of the code, and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"compact-agents {importlib.metadata.version('compact-agents')} (commit {commit()})")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action=Version, help="print version and commit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     for command in COMMANDS.values():

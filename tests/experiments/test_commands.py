@@ -125,6 +125,15 @@ def test_a_server_that_other_machines_reach_has_the_secret_of_the_outputs(run_he
     assert f"clients must have {SECRET_VARIABLE} from {path}, as runs with these outputs have" in done.stdout
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(
+        r"compact-agents \d+\.\d+\.\d+ \(commit (unknown|[0-9a-f]{40}(\+changes)?)\)\n", capsys.readouterr().out
+    )
+
+
 def test_overrides_are_told_from_our_own_options():
     words = "dgpo_tiny --seed 1 --model.kl_coef 0.01 --fresh --trainer.max_steps=3 --config f.yaml --seed_everything 4"
     ours, theirs = split_overrides(words.split())
