@@ -43,7 +43,6 @@ EXPERIMENT_KEYS = {
     "ablations_once",
     "columns",
     "score",
-    "sampled",
     "needs",
     "preconditions",  # whether `make train` measures the gates first and stops where one fails
 }
@@ -112,14 +111,11 @@ def check_keys(config: Config, where: str) -> None:
 
 
 def check_score(about: Config, where: str) -> None:
-    """Raise ExperimentError for an unknown ``experiment.score``, or an ``experiment.sampled`` that is neither true nor
-    false."""
+    """Raise ExperimentError for an unknown ``experiment.score``."""
     try:
         score_of(about.get("score"))
     except ValueError as error:
         raise ExperimentError(f"{where}: experiment.score: {error}") from None
-    if not isinstance(about.get("sampled", True), bool):
-        raise ExperimentError(f"{where}: experiment.sampled must be true or false, found {about['sampled']!r}")
 
 
 def check_columns(names: Any, where: str) -> None:

@@ -206,8 +206,8 @@ def gates_of_seeds(of: Mapping[int, Sequence[Gate]]) -> str:
         for gate, *seeds in zip(first, *of.values(), strict=True)
     ]
     return (
-        "**Gates**, measured on each seed's initial model before training (docs/preconditions.md); failed gates are "
-        f"bold:\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
+        "Measured on each seed's initial model before training ([preconditions](../preconditions.md)). Failed gates are"
+        f" bold.\n\n{markdown_table(['gate', '', 'expected', *(f'seed {seed}' for seed in of)], rows)}"
     )
 
 

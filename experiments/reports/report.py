@@ -15,7 +15,6 @@ from experiments.reports.compare import history_frame, table_text
 from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
-from experiments.reports.signal_tables import gates_section, turns_section
 from experiments.reports.tested_on import differing, tested_on
 
 RESULT_CURVES = (  # drawn besides those of the score, if a run has them
@@ -59,6 +58,7 @@ def write_results(
     columns: Sequence[str] | None = None,
     score: str | None = None,
     notes: str = "",
+    gates: str = "",
 ) -> list[Path]:
     """Write the results page ``<experiment>.md``, its data ``<experiment>.json`` (``results_json``) and the curves.
     Returns their paths. Without logged metrics, there is no ``<experiment>_curves.png``.
@@ -70,7 +70,7 @@ def write_results(
         command: the command that writes the page.
         columns: names of ``experiments.registry.columns`` for the tables, or None for the default ones.
         score: key of ``experiments.registry.columns.SCORES`` that compares methods, or None for EM.
-        notes: Markdown below the title.
+        notes, gates: Markdown, see ``results_page``.
 
     Raises:
         ValueError: no row of ``experiment``, or an unknown column or score.
@@ -87,11 +87,10 @@ def write_results(
     methods = list(dict.fromkeys(run.method for run in (mine[0], *runs)))
     history = _write_curves(curves, runs, tuple(metrics), methods)
     objects = results_json(runs, chosen, score or "em")
-    signals = turns_section(runs) + (gates_section(runs) if len(history) else "")
     data, page = out_dir / f"{experiment}.json", out_dir / f"{experiment}.md"
     write_atomically(data, json.dumps(objects, indent=2, allow_nan=False) + "\n")
-    text = results_page(experiment, mine[0].method, objects, chosen, main, command, notes, history)
-    write_atomically(page, text + signals)
+    shown = {"notes": notes, "gates": gates, "curves": len(history) > 0}
+    write_atomically(page, results_page(experiment, mine[0].method, objects, chosen, main, command, **shown))
     return [page, data, *([curves] if len(history) else [])]
 
 

@@ -37,7 +37,6 @@ class Run:
     seconds: float
     command: str
     commit: str
-    sampled: Path | None = None  # folder of the same model's test at temperature 1
     fixed_seed: bool = False  # one stage for all seeds of the methods that it is compared with
     group: str | None = None  # end of the method's name; methods are compared within their group
 
@@ -99,12 +98,9 @@ def paired(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], *, same_seeds
     return paired_bootstrap(tables[0][: len(a)], tables[0][len(a) :], same_seeds=same_seeds)
 
 
-def score_values(objects: Sequence[Mapping[str, Any]], score: Score, *, sampled: bool = False) -> list[list[str]]:
-    """Return the scores of each run's questions as ``packed`` texts. Returns [] if ``sampled`` and a run has no test at
-    temperature 1."""
-    if not sampled:
-        return [o["questions"].get(score.column, []) for o in objects]
-    return [o["sampled"]["questions"] for o in objects] if all(o["sampled"] for o in objects) else []
+def score_values(objects: Sequence[Mapping[str, Any]], score: Score) -> list[list[str]]:
+    """Return the scores of each run's questions as ``packed`` texts."""
+    return [o["questions"].get(score.column, []) for o in objects]
 
 
 def pooled_cell(objects: Sequence[Mapping[str, Any]], name: str, column: Column) -> dict[str, Any] | None:
@@ -138,7 +134,7 @@ def _over_attempts(tables: Sequence[np.ndarray]) -> dict[str, Any]:
     return bootstrap_strata([means[sets == number] for number in np.unique(sets)]).as_json()
 
 
-def mean_metric(values: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+def mean_metric(values: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Return the mean of the seeds' means, without an interval, or None unless every seed has one."""
     present = [f for f in values if f is not None and f["n"]]
     if len(present) < len(values):
@@ -151,7 +147,6 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
 
     - ``metric``: name of the score; n questions, attempts per question, trials (scored attempts), k correct ones, mean
       (k / trials if all questions have as many attempts), low, high; null if not measured
-    - ``sampled``: the same at temperature 1
     - ``sources``: the score by data source; ``f1``, ``searches``: means
     - ``metrics``: mean, low, high and n of every measured column (training metrics: one number, n is 1)
     - ``questions``: ``measures`` of score and columns, each a ``question_values.packed`` text over the questions of all
@@ -159,8 +154,7 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
     - ``test_set`` (``tested_on``), ``seconds``, ``command``, ``commit``
     """
     column, objects = COLUMNS[SCORES[score].column], []
-    folders = [folder for run in runs for folder in (run.folder, run.sampled) if folder is not None]
-    ids = sorted({question for folder in folders for question in question_frame(folder)["id"]})
+    ids = sorted({question for run in runs for question in question_frame(run.folder)["id"]})
 
     def texts(folder: Path, column: Column) -> list[str]:
         return [packed([values.get(question) for question in ids]) for values in measures(folder, column)]
@@ -169,9 +163,6 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
         test, training = read_evaluation(run.folder)["test"], read_training(run.folder)
         metrics = {name: chosen.value(test, training) for name, chosen in columns.items()}
         kept = {name: texts(run.folder, one) for name, one in {**columns, SCORES[score].column: column}.items()}
-        sampled = None
-        if run.sampled:
-            sampled = score_metrics(run.sampled, SCORES[score]) | {"questions": texts(run.sampled, column)}
         prefix = f"{SCORES[score].column}/"
         objects.append(
             {
@@ -181,7 +172,6 @@ def results_json(runs: Sequence[Run], columns: Mapping[str, Column], score: str 
                 "fixed_seed": run.fixed_seed,
                 "metric": score,
                 **score_metrics(run.folder, SCORES[score]),
-                "sampled": sampled,
                 "sources": {key.removeprefix(prefix): test[key] for key in test if key.startswith(prefix)},
                 "f1": test["f1"]["mean"],
                 "searches": test["searches"]["mean"],

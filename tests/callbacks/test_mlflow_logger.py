@@ -195,5 +195,4 @@ def test_results_page_has_curves_when_the_runs_do(outputs, tmp_path):
             file.append({"train/em": value} | ({"val/em": value} if step in (2, 4) else {}), step)
     paths = write_results("dgpo", rows_of(outputs, METHODS), tmp_path, "x")
     assert paths[-1].name == "dgpo_curves.png" and paths[-1].read_bytes()[:4] == b"\x89PNG"
-    assert "(dgpo_curves.png)" in (page := paths[0].read_text())
-    assert "| DGPO | 2 | 0.325 | 0.300 to 0.350 |" in page, "mean over validations, then over seeds"
+    assert "(dgpo_curves.png)" in paths[0].read_text()

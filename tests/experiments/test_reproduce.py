@@ -11,18 +11,16 @@ import pytest
 
 from callbacks.evaluation.evaluation import update_evaluation_file
 from callbacks.evaluation.summary import summarize
-from callbacks.evaluation.turn_scores import SCORES_FILE, save_scores
 from callbacks.evaluation_rows import row_of, save_rows
 from experiments.commands.command import make_graph
-from experiments.commands.models import evaluation_stage
-from experiments.commands.reproduce import SAMPLED, reproduce
+from experiments.commands.reproduce import reproduce
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
 from experiments.reports.preconditions import Gate
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
-from tests.callbacks.evaluation.turn_score_helpers import CASE_B, make_scores
 from tests.callbacks.helpers import make_call, make_trajectory
+from tests.experiments.reports.pages import table_of
 
 FIT = """
 experiment:
@@ -37,7 +35,7 @@ RIGHT = {"arpo": 7, "grpo": 4, "arpo_random": 5}  # of ten questions, at both at
 
 @pytest.fixture
 def done(workshop, model_dir):
-    """A project in which two seeds of ARPO, and of what it is compared with, are trained and tested in both ways."""
+    """A project in which two seeds of ARPO, and of what it is compared with, are trained and tested."""
     return make_done(workshop, model_dir)
 
 
@@ -51,17 +49,12 @@ def make_done(workshop, model_dir, about_grpo="", more=""):
     for seed in (0, 1):
         for name, right in RIGHT.items():
             asked = dataclasses.replace(context, target=name, seed=seed)
-            graph = make_graph(asked)
-            stage = graph.target()
+            stage = make_graph(asked).target()
             finish(stage, right - seed, asked.command())
             (stage.folder / "model").mkdir(exist_ok=True)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(model_dir / file, stage.folder / "model")
             (stage.folder / "training.json").write_text(json.dumps({"tool_calls": 100 * right}))
-            config = json.loads(json.dumps(stage.config))
-            config["data"]["init_args"] |= {"eval_sampling": SAMPLED, "diagnostic_prompts": []}
-            changed = dataclasses.replace(stage, config=config, key=f"{stage.key}, sampled")
-            finish(evaluation_stage(changed, stage.folder / "model", graph), right - 2, "-")
     return project, context
 
 
@@ -99,15 +92,17 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
     assert (arpo["n"], arpo["attempts"], arpo["k"], arpo["mean"]) == (10, 2, 14, 0.7)
     assert arpo["low"] < 0.7 < arpo["high"]
     assert (arpo["seconds"], arpo["command"], arpo["commit"]) == (30.0, "make train EXP=arpo SEED=0", "abc")
-    assert arpo["sampled"]["mean"] == 0.5 and arpo["sampled"]["k"] == 10
     assert {name: figure["mean"] for name, figure in arpo["metrics"].items()} == {
         "em": 0.7, "tool_calls": 1.0, "pass/2": 0.7, "train_tool_calls": 700,
     }  # fmt: skip
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    assert "| method | seeds | EM | EM at T = 1 | tool calls | pass@2 | tool calls in training |" in page
-    for line in ("| ARPO - GRPO | all | +0.300 [", "| ARPO - random branches | all | +0.200 [", "| ARPO | 2 | 0.650 ["):
-        assert line in page
-    assert "`make reproduce EXP=arpo SEEDS=0,1`" in page
+    assert "| method | seeds | EM | lowest to highest seed | ARPO minus method | p |" in page
+    assert "| method | tool calls | pass@2 | tool calls in training |" in page
+    found = {row["method"]: row for row in table_of(page, "## Results")}
+    assert found["ARPO"]["EM"].startswith("0.650 [") and found["ARPO"]["lowest to highest seed"] == "0.600 to 0.700"
+    assert found["GRPO"]["ARPO minus method"].startswith("+0.300 [")
+    assert found["random branches"]["ARPO minus method"].startswith("+0.200 [")
+    assert "\nmake reproduce EXP=arpo SEEDS=0,1\n" in page
 
 
 def test_gates_of_all_seeds_are_measured_before_anything_trains(workshop, model_dir, monkeypatch):
@@ -127,7 +122,7 @@ def test_gates_of_all_seeds_are_measured_before_anything_trains(workshop, model_
     run(context, allow="reads")
     assert done[:2] == [(0, "reads"), (1, "reads")] and {*done[2:]} == {"made"}
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    assert "| reads | reads | at least 0.7 | **0.500** | 1.500 |" in page and "SEEDS=0,1 ALLOW=reads`" in page
+    assert "| reads | reads | at least 0.7 | **0.500** | 1.500 |" in page and "SEEDS=0,1 ALLOW=reads\n" in page
 
 
 def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_dir):
@@ -136,8 +131,8 @@ def test_one_model_for_all_seeds_is_compared_with_each_of_them(workshop, model_d
     objects = json.loads((project.root / "docs" / "results" / "arpo.json").read_text())
     assert [o["seed"] for o in objects if o["method"] == "GRPO"] == [0]
     page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ARPO - GRPO")]
-    assert [(row[1], row[2].split()[0]) for row in rows] == [("0", "+0.400"), ("1", "+0.300"), ("all", "+0.350")]
+    grpo = next(row for row in table_of(page, "## Results") if row["method"] == "GRPO")
+    assert (grpo["seeds"], grpo["ARPO minus method"].split()[0], grpo["p"]) == ("1", "+0.350", "-")
 
 
 def test_ablations_of_the_first_seed_alone(done, workshop):
@@ -150,8 +145,8 @@ def test_ablations_of_the_first_seed_alone(done, workshop):
     assert [o["seed"] for o in objects if o["method"] == "ARPO"] == [0, 1]
 
 
-def test_an_experiment_whose_test_samples_is_tested_once_and_compared_by_its_own_score(workshop, monkeypatch):
-    more = ", compare: [grpo], columns: [acc, average/2], score: average, sampled: false"
+def test_an_experiment_is_compared_by_its_own_score(workshop, monkeypatch):
+    more = ", compare: [grpo], columns: [acc, average/2], score: average"
     workshop.write("sod", FIT.format(label="SOD", branch=1, more=more))
     workshop.write("grpo", FIT.format(label="GRPO", branch=0, more=""))
     project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
@@ -162,25 +157,14 @@ def test_an_experiment_whose_test_samples_is_tested_once_and_compared_by_its_own
     monkeypatch.setattr("experiments.launch.runner.make_stage", lambda *a, **k: pytest.fail("a stage was to be made"))
     run(context, seeds="0")
     objects = json.loads((project.root / "docs" / "results" / "sod.json").read_text())
-    assert [(o["method"], o["metric"], o["mean"], o["k"], o["sampled"]) for o in objects] == [
-        ("GRPO", "average", 0.4, 8, None), ("SOD", "average", 0.8, 16, None),
+    assert [(o["method"], o["metric"], o["mean"], o["k"]) for o in objects] == [
+        ("GRPO", "average", 0.4, 8), ("SOD", "average", 0.8, 16),
     ]  # fmt: skip
     page = (project.root / "docs" / "results" / "sod.md").read_text()
-    assert "T = 1" not in page and "| SOD - GRPO | 0 | +0.400 [" in page
+    assert table_of(page, "## Results")[0]["SOD minus method"].startswith("+0.400 [")
 
 
 def test_a_wrong_score_is_refused_when_the_file_is_read(workshop):
     workshop.task("x", about="score: averages")
     with pytest.raises(ExperimentError, match="unknown score 'averages'; expected one of em, average, success"):
         workshop.graph("x").target()
-
-
-def test_steps_that_tests_have_looked_at_get_a_section(done):
-    """Of one method only, since the others were tested before there was such a callback."""
-    project, context = done
-    folder = make_graph(dataclasses.replace(context, seed=0)).target().folder
-    save_scores(folder / SCORES_FILE, make_scores(*CASE_B, name="q0"))
-    run(context, seeds="0")
-    page = (project.root / "docs" / "results" / "arpo.md").read_text()
-    assert "| ARPO | w | 1.000 | 0.363 | 0.170 |" in page and "| GRPO | w |" not in page
-    assert "| ARPO | 1 | 0 (0%) | 1 (100%) | 0 (0%) | 0 (0%) |" in page

@@ -8,11 +8,6 @@ from callbacks.evaluation.turn_scores import TurnScore
 
 EPSILON, DELTA = 1e-6, 0.2
 
-# docs/papers/sod.md 1.5: divergences of the paper's cases, and what we say became of their calls
-CASE_A = ((0.5, 0.22, 0.3), ("ok", "ok", "answer"))
-CASE_B = ((0.218, 0.6, 1.284), ("error", "error", "answer"))
-CASE_C = ((0.3, 0.41, 0.54, 0.73, 0.39, 0.27, 0.2), ("ok", "error", "error", "ok", "ok", "ok", "answer"))
-
 
 def weights_of(divergences: Sequence[float]) -> list[float]:
     """Eq. 7, as the running product that the paper writes."""

@@ -14,7 +14,6 @@ from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.training.training_totals import TrainingTotals
 from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns
-from experiments.reports.compare import HISTORY_SCHEMA
 from experiments.reports.question_values import DIGITS, packed, unpacked
 from experiments.reports.report import closing_table, write_results
 from experiments.reports.results import Run, pooled_cell, results_json
@@ -22,7 +21,7 @@ from experiments.reports.results_page import results_page
 from rollout.trajectory import Reward
 from tests.callbacks.helpers import EvaluationData, Hands, make_call, make_trajectory
 from tests.callbacks.training.test_training_totals import Batches, batch
-from tests.experiments.reports.pages import cells, rows_of, table_of
+from tests.experiments.reports.pages import rows_of, table_of
 
 ARPO = [
     "em", "f1", "tool_calls", "em_per_1000_calls", "math", "pass/2", "train_tool_calls", "train_forked",
@@ -124,28 +123,27 @@ def test_page_and_json_hold_the_chosen_columns(stages, tmp_path):
     assert first["metrics"]["pass/2"]["mean"] == 0.75 and first["metrics"]["tool_calls"]["n"] == 20
 
     text = page.read_text()
-    arpo, grpo = table_of(text, "## Test set")
+    arpo, grpo = table_of(text, "## Results")
     assert (arpo["method"], arpo["seeds"]) == ("ARPO", "2")
-    assert "T = 1" not in text, "no model was tested with sampled answers"
     assert arpo["EM"].startswith("0.725 [") and grpo["EM"].startswith("0.475 [")
-    assert arpo["EM per 1000 calls"].startswith("725.0 [") and grpo["EM per 1000 calls"].startswith("237.5 [")
-    assert arpo["math equality"].startswith("0.750 [") and arpo["tool calls"] == "1.000"
+    assert [row["lowest to highest seed"] for row in (arpo, grpo)] == ["0.700 to 0.750", "0.450 to 0.500"]
+    assert (
+        grpo["ARPO minus method"].startswith("+0.250 [")
+        and [arpo["ARPO minus method"], arpo["p"], grpo["p"]] == ["-"] * 3
+    )
+    arpo, grpo = table_of(text, "## Other metrics")
+    assert arpo["EM per 1000 calls"] == "725.0" and grpo["EM per 1000 calls"] == "237.5" and "EM" not in arpo
+    assert arpo["math equality"] == "0.750" and arpo["tool calls"] == "1.000" and arpo["pass@2"] == "0.750"
     assert (arpo["forked"], arpo["tokens computed / trajectory"]) == ("0.500", "20.000")
     assert (arpo["tool calls in training"], grpo["tool calls in training"]) == ("6.000", "4.000")
-    seeds = table_of(text, "## Every seed")
-    assert [s["EM"][:5] for s in seeds] == ["0.750", "0.700", "0.500", "0.450"]
-    assert [s["pass@2"][:7] for s in seeds] == ["0.750 [", "0.750 [", "0.500 [", "0.500 ["], "right by the reward"
     assert "forked: the share of trajectories" in text
-    differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
-    assert [d[1] for d in differences] == ["0", "1", "all"] and all(d[2].startswith("+0.250 [") for d in differences)
-    assert all(d[-1] == "20" for d in differences)
 
 
 def test_the_page_follows_from_its_json(stages, tmp_path):
     """With enough seeds for p-values: the file gives all of the page, and other values give another page."""
     names = ["em", "em_per_1000_calls", "maj/2", "tool_calls", "train_forked"]
     rows = [
-        row | {"seed": seed, "folder": tmp_path / str(seed) / row["experiment"] / "key0", "sampled": row["folder"]}
+        row | {"seed": seed, "folder": tmp_path / str(seed) / row["experiment"] / "key0"}
         for row in rows_of(stages, METHODS) if row["seed"] for seed in range(5)
     ]  # fmt: skip
     for seed in range(5):
@@ -153,12 +151,11 @@ def test_the_page_follows_from_its_json(stages, tmp_path):
     page, data = write_results("arpo", rows, tmp_path, "make", columns=names, notes="Why.")
 
     def again(objects):
-        history = pl.DataFrame(schema=HISTORY_SCHEMA)
-        return results_page("arpo", "ARPO", objects, columns_of(names), SCORES["em"], "make", "Why.", history)
+        return results_page("arpo", "ARPO", objects, columns_of(names), SCORES["em"], "make", notes="Why.")
 
     objects, text = json.loads(data.read_text()), page.read_text()
     assert again(objects) == text
-    assert re.search(r"\| ARPO - GRPO \| all \| \+0\.250 \[.*\| 0\.0\d+ \| \+0\.250 \[", text)
+    assert re.search(r"\| GRPO \| 5 \| .*\| \+0\.250 \[.*\| 0\.0\d+ \|", text)
     values = unpacked(objects[0]["questions"]["em"][0])
     assert objects[0]["mean"] == pytest.approx(values.mean()) and len(data.read_text()) < 10 * 5000
     objects[0]["questions"]["em"] = [packed([1.0 - value for value in values])]
@@ -183,12 +180,11 @@ def test_methods_are_compared_within_their_group(stages, tmp_path):
     for group in ("easy", "hard"):
         (tmp_path / group).symlink_to(stages)
     [page, *_] = write_results("arpo_easy", rows, tmp_path / "results", "make")
-    methods = [row["method"] for row in table_of(page.read_text(), "## Test set")]
+    rows = table_of(page.read_text(), "## Results")
+    methods = [row["method"] for row in rows]
     assert methods == sorted(methods, key=lambda method: method.endswith("hard")), "each group in one piece"
-    differences = table_of(page.read_text(), "## ARPO against the others")
-    assert [row["difference"] for row in differences if row["seed"] == "all"] == [
-        "ARPO, easy - GRPO, easy", "ARPO, hard - GRPO, hard",
-    ]  # fmt: skip
+    compared = [row["method"] for row in rows if row["ARPO minus method"] != "-"]
+    assert compared == ["GRPO, easy", "GRPO, hard"], "with ARPO of their group"
 
 
 def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
@@ -205,11 +201,12 @@ def test_stages_of_earlier_versions_fit_into_the_same_tables(stages, tmp_path):
     frame[:, : frame.columns.index("attempt")].write_parquet(old / "evaluation" / "test.parquet")
     rows = rows_of(stages, METHODS)[:1] + [rows_of(stages, METHODS)[2] | {"folder": old}]
     page, data = write_results("arpo", rows, tmp_path, "x", columns=ARPO)
-    arpo, grpo = table_of(page.read_text(), "## Test set")
-    assert grpo["EM"].startswith("0.500 [") and arpo["tool calls"] == "1.000"
+    assert table_of(page.read_text(), "## Results")[1]["EM"].startswith("0.500 [")
+    arpo, grpo = table_of(page.read_text(), "## Other metrics")
+    assert arpo["tool calls"] == "1.000"
     assert all(grpo[title] == "-" for title in ("tool calls", "EM per 1000 calls", "pass@2", "forked", "math equality"))
     assert set(json.loads(data.read_text())[1]["metrics"]) == {"em", "f1"}
-    assert any(line.startswith("| ARPO - GRPO | 0 | +0.250 [") for line in page.read_text().splitlines())
+    assert table_of(page.read_text(), "## Results")[1]["ARPO minus method"].startswith("+0.250 [")
 
 
 def test_average_as_the_main_score(stages, tmp_path):
@@ -220,24 +217,17 @@ def test_average_as_the_main_score(stages, tmp_path):
     assert {o["metric"] for o in objects} == {"average"}
     counts = [(o["mean"], o["k"], o["n"], o["attempts"]) for o in objects]
     assert counts == [(0.75, 30, 20, 2)] * 2 + [(0.5, 20, 20, 2)] * 2
-    assert objects[0]["low"] < 0.75 < objects[0]["high"] and objects[0]["sampled"] is None
+    assert objects[0]["low"] < 0.75 < objects[0]["high"]
     assert set(objects[0]["metrics"]) == {*columns} - {"turns/weight/1"}
     assert objects[1]["metrics"]["maj/2"]["mean"] == 0.75, "both attempts give one answer, right by the reward"
     text = page.read_text()
-    arpo, grpo = table_of(text, "## Test set")
-    assert arpo["accuracy"].startswith("0.750 [") and arpo["turns/weight/1"] == "-"
-    assert grpo["avg@2"] == grpo["accuracy"] and grpo["avg@2"].startswith("0.500 ["), "with an interval"
-    assert arpo["maj@2"] == arpo["pass@2"] and arpo["accuracy"].startswith("0.750 ["), (
-        "every question is all right or wrong"
-    )
-    assert arpo["tool success"].startswith("1.000 [") and "average@k" in text and "T = 1" not in text
-    assert [s["accuracy"][:5] for s in table_of(text, "## Every seed")] == ["0.750", "0.750", "0.500", "0.500"]
-    assert table_of(text, "## By kind of question") == [
-        {"method": "ARPO", "one_hop": "0.750"}, {"method": "GRPO", "one_hop": "0.500"},
-    ]  # fmt: skip
-    differences = [cells(line) for line in text.splitlines() if line.startswith("| ARPO - GRPO")]
-    assert all(d[2].startswith("+0.250 [") and len(d) == 5 for d in differences)
-    assert "Difference in accuracy" in text
+    arpo, grpo = table_of(text, "## Results")
+    assert arpo["accuracy"].startswith("0.750 [") and grpo["accuracy"].startswith("0.500 [")
+    assert grpo["ARPO minus method"].startswith("+0.250 [") and "average@k" in text
+    arpo, grpo = table_of(text, "## Other metrics")
+    assert arpo["turns/weight/1"] == "-" and "avg@2" not in arpo, "the score itself"
+    assert arpo["maj@2"] == arpo["pass@2"] == "0.750", "every question is all right or wrong"
+    assert arpo["tool success"] == "1.000"
 
 
 def pooled(runs, name):

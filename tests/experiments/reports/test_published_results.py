@@ -5,14 +5,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 
 from experiments.registry.columns import columns_of, score_of
 from experiments.registry.listing import load
 from experiments.registry.project import Project
-from experiments.reports.compare import HISTORY_SCHEMA
-from experiments.reports.results_page import metric_text, results_page
+from experiments.reports.results_page import notes_of, number_text, results_page
 from tests.experiments.reports.pages import table_of
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -28,37 +26,54 @@ def number(cell):
     return float(cell.split()[0].replace(",", ""))
 
 
+def by_method(objects):
+    of = {}
+    for o in objects:
+        of.setdefault(o["method"], []).append(o)
+    return of
+
+
+def main_of(text):
+    return re.search(r"\| ([^|]*) minus method \|", text)[1]
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_scores_of_seeds_and_methods_follow(name):
+def test_scores_and_metrics_follow(name):
     text, objects = page_of(name)
-    title = score_of(objects[0]["metric"]).title
-    seeds = {(row["method"], row["seed"]): row for row in table_of(text, "## Every seed")}
-    assert {key: row[title] for key, row in seeds.items()} == {
-        (o["method"], str(o["seed"])): metric_text(o, True) for o in objects
-    }
+    of, title = by_method(objects), score_of(objects[0]["metric"]).title
+    rows = {row["method"]: row for row in table_of(text, "## Results")}
+    assert list(rows) == list(of)
+    for method, row in rows.items():
+        means = [o["mean"] for o in of[method]]
+        assert number(row[title]) == pytest.approx(np.mean(means), abs=6e-4), method
+        spread = f"{number_text(min(means))} to {number_text(max(means))}" if len(means) > 1 else "-"
+        assert (row["seeds"], row["lowest to highest seed"]) == (str(len(means)), spread), method
     names = dict.fromkeys(name for o in objects for name in o.get("metrics", ()))
-    means = {column.title: name for name, column in columns_of(list(names)).items() if len(column.rows) < 2}
-    for row in table_of(text, "## Test set"):
-        own = [o for o in objects if o["method"] == row["method"]]
-        assert row["seeds"] == str(len(own))
-        for shown in set(row) & {title, *means}:
-            values = [o["mean"] if shown == title else o["metrics"].get(means[shown], {}).get("mean") for o in own]
+    keys = {column.title: name for name, column in columns_of(list(names)).items() if len(column.rows) < 2}
+    for row in table_of(text, "## Other metrics"):
+        for shown in set(row) & set(keys):
+            values = [o["metrics"].get(keys[shown], {}).get("mean") for o in of[row["method"]]]
             assert None in values or number(row[shown]) == pytest.approx(np.mean(values), rel=1e-3, abs=6e-4), shown
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_differences_follow(name):
     text, objects = page_of(name)
-    title = score_of(objects[0]["metric"]).title
-    means = {}
-    for o in objects:
-        means.setdefault(o["method"], {})[str(o["seed"])] = o["mean"]
-    for row in table_of(text, " against the others"):
-        mine, theirs = (means[method] for method in row["difference"].split(" - "))
-        theirs = theirs if len(theirs) > 1 else dict.fromkeys(mine, *theirs.values())  # one model for all seeds
-        both = [seed for seed in mine if seed in theirs and row["seed"] in (seed, "all")]
-        expected = np.mean([mine[seed] - theirs[seed] for seed in both])
-        assert number(row[title]) == pytest.approx(expected, abs=6e-4), row
+    main, compared = main_of(text), 0
+    means = {method: {o["seed"]: o["mean"] for o in same} for method, same in by_method(objects).items()}
+    for row in table_of(text, "## Results"):
+        method, cell = row["method"], row[f"{main} minus method"]
+        grouped = [m for m in means if m.startswith(f"{main}, ") and method.endswith(m[len(main) :])]
+        own = main if main in means else min(grouped, key=len)  # the main method in the row's group
+        if cell == "-":
+            assert method == own
+            continue
+        mine, theirs = means[own], means[method]
+        same = np.mean([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
+        allowed = [same, np.mean(list(mine.values())) - theirs[0]] if len(theirs) == 1 else [same]  # one for all seeds
+        assert any(number(cell) == pytest.approx(value, abs=6e-4) for value in allowed), row
+        compared += 1
+    assert compared >= len(means) - 2, "each method but the main one of its group"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -69,7 +84,20 @@ def test_tables_with_intervals_and_p_values_follow_where_the_values_were_kept(na
         return
     about = load(name, Project())["experiment"]
     columns, score = columns_of(about.get("columns")), score_of(about.get("score"))
-    [heading] = re.findall(r"\n## (.*) against the others\n", text)
-    main = next(o["method"] for o in objects if o["method"].removesuffix(f", {o['group']}") == heading)
-    again = results_page(name, main, objects, columns, score, "", "", pl.DataFrame(schema=HISTORY_SCHEMA))
-    assert again.partition("## Test set")[2].partition("## Curves")[0] in text
+    main = next(o["method"] for o in objects if o["method"].removesuffix(f", {o['group']}") == main_of(text))
+    again = results_page(name, main, objects, columns, score, "")
+    assert again.partition("## Results")[2].partition("## Reproduce")[0] in text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_written_parts_are_kept(name):
+    """A new page has the findings above its tables, and the appendix at its end."""
+    text, objects = page_of(name)
+    for o in objects:  # as a run of today stores it
+        o |= {"group": None, "fixed_seed": False, "questions": {}, "attempts": o.get("attempts", 1)}
+        o["metrics"] = o.get("metrics", {})
+    main = main_of(text)
+    method = next(o["method"] for o in objects if o["method"].startswith(main))
+    again = results_page(name, method, objects, {}, score_of(objects[0]["metric"]), "x", notes=notes_of(text))
+    assert notes_of(again) == notes_of(text) and "**Findings**" in notes_of(text)
+    assert again.startswith(text.partition("## Results")[0]) and again.endswith(text[text.index("\n## Appendix") :])
