@@ -3,7 +3,7 @@
 # Variables of commands. Other variables are refused, except those in ENVIRONMENT.
 VARIABLES := EXP SEED COMPARE RESUME FRESH ARGS LAUNCH NNODES NPROC PARTITION ACCOUNT TIME SBATCH MASTER_ADDR MASTER_PORT \
 	NODE_RANK LAUNCH_TIMEOUT CKPT TRUST PORT INDEX EXPS TO DTYPE LIKE ALGORITHM HARDWARE GPUS GPU Q SEEDS ABLATION_SEEDS ALL FORCE \
-	BENCHMARKS ALLOW QUESTIONS FAULTS ONLY
+	BENCHMARKS ALLOW QUESTIONS FAULTS ONLY PUBLIC
 ENVIRONMENT := COMPACT_AGENTS_% CUDA_% FORCE_CPU HF_% HTTP_% HTTPS_% MLFLOW_% NCCL_% OMP_% PIP_% PYTHON% TMPDIR UV_% VLLM_% http_% https_%
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 UNKNOWN := $(firstword $(filter-out $(VARIABLES) $(ENVIRONMENT) MAKE%,$(GIVEN)))
@@ -102,8 +102,8 @@ compare: setup ## print a table of runs (curves: make ui); EXPS="a b" for some
 ui: setup ## open the runs in MLflow; PORT=5000
 	@$(RUN) ui --port $(or $(PORT),5000) $(ARGS)
 
-export: setup ## write a Hugging Face folder; CKPT=last|best|path TO=dir
-	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(ARGS)
+export: setup ## write a Hugging Face folder; CKPT=last|best|path TO=dir|hub:owner/name
+	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PUBLIC),--public) $(ARGS)
 
 experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
 	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")

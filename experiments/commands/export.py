@@ -6,6 +6,8 @@ import argparse
 import importlib.metadata
 import shutil
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
 
+HUB = "hub:"
+PROVENANCE = "provenance.yaml"
 OWN = ("last", "best")  # checkpoints of the experiment's stage
 WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or DeepSpeed folder) or a model folder"
 
@@ -31,23 +35,76 @@ WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or Dee
     "export an experiment's model or checkpoint as a Hugging Face folder",
     option("--checkpoint", help=f"{WHICH}; default: its final model"),
     TRUST,
-    option("--to", help="target folder; default: exports/NAME"),
+    option("--to", help="target folder, or hub:owner/name for the Hugging Face hub; default: exports/NAME"),
+    option("--public", action="store_true", help="make the hub's repository public; default: private"),
     option("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the weights' own type"),
 )
 def export(args: argparse.Namespace, context: RunContext) -> None:
-    """Export an experiment's model as a Hugging Face folder, with a model card and ``provenance.yaml``. The last
-    printed line is a command that serves the model.
+    """Export an experiment's model as a Hugging Face folder, with a model card and ``provenance.yaml``, or to the hub,
+    without the latter, which has paths of this machine. The last printed line is a command that serves the model.
 
     Raises:
-        ExperimentError: no model to export, a target folder that is not empty, or a checkpoint that is incomplete or of
-            another experiment.
+        ExperimentError: no model to export, a target folder that is not empty, a checkpoint that is incomplete or of
+            another experiment, or a hub that refuses.
     """
+    if not (args.to or "").startswith(HUB):
+        if args.public:
+            raise ExperimentError("--public is for the hub; name a repository: --to hub:owner/name")
+        export_folder(args, context, Path(args.to) if args.to else context.project.root / "exports" / context.target)
+        return
+    repository, upload = args.to.removeprefix(HUB), require_hub(args.to)
+    with tempfile.TemporaryDirectory(dir=context.project.root) as folder:
+        target = Path(folder) / repository
+        export_folder(args, context, target)
+        upload(target, not args.public)
+    print(f"uploaded to {repository} ({'public' if args.public else 'private'})")
+
+
+def require_hub(to: str) -> Callable[[Path, bool], None]:
+    """Check the target ``hub:owner/name`` and the hub's token. Return a function that uploads a folder, and makes the
+    repository if needed: private if its second argument is true.
+
+    Raises:
+        ExperimentError: another form of name, no token, or, by the function, a refusal of the hub.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    repository = to.removeprefix(HUB)
+    try:
+        validate_repo_id(repository)
+        named = repository.count("/") == 1
+    except HFValidationError:
+        named = False
+    if not named:
+        raise ExperimentError(f"--to {to}: expected hub:owner/name")
+    if get_token() is None:
+        raise ExperimentError(f"--to {to}: found no token of the hub; run `hf auth login`, or set HF_TOKEN")
+
+    def upload(folder: Path, private: bool) -> None:
+        api = HfApi()
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+            message = f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
+            api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE]
+            )
+        except (HfHubHTTPError, OSError) as error:
+            said = getattr(error, "server_message", None)
+            reason = f"{short(error)}{f': {said}' if said else ''}"
+            raise ExperimentError(f"--to {to}: the upload failed: {reason}") from None
+
+    return upload
+
+
+def export_folder(args: argparse.Namespace, context: RunContext, target: Path) -> None:
+    """Export the model to an empty or new folder, and print where and how to serve it."""
     from callbacks.model_export.serving import serve_command
 
     stage = make_graph(context).target()
     context = named(context, "export", CKPT=args.checkpoint, TRUST=1 if args.trust else None, DTYPE=args.dtype)
     path = find_weights(stage, context, args.checkpoint, args.trust)
-    target = Path(args.to) if args.to else context.project.root / "exports" / context.target
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         other = context.command(TO=f"{target}-2")
         raise ExperimentError(f"{target} exists and is not empty; remove it, or choose another folder: {other}")
@@ -61,7 +118,7 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     result = (StageFolder(folder).result() or {}) if folder else {}
     origin = {"experiment": context.target, "weights": str(path.resolve()), "folder": str(folder or "")}
     origin |= {"dtype": args.dtype} | result
-    write_atomically(target / "provenance.yaml", yaml.safe_dump(origin, sort_keys=False))
+    write_atomically(target / PROVENANCE, yaml.safe_dump(origin, sort_keys=False))
     config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
     called = context.project.relative(target)
     flags = flags_of(config, target, called)

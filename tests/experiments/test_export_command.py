@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM
 
 from callbacks.model_export.exporter import Export
@@ -23,6 +23,7 @@ from experiments.registry.project import Project
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
 from tests.callbacks.helpers import make_learner, policy_state, same_weights
+from tests.experiments.hub import serve
 
 FIT = """
 experiment: {{kind: fit, algorithm: GRPO, data: invented world}}
@@ -50,7 +51,7 @@ def trained(workshop, model_dir):
 
 
 def run(context, to, checkpoint=None, dtype=None):
-    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, trust=False, dtype=dtype), context)
+    export(SimpleNamespace(to=str(to), checkpoint=checkpoint, trust=False, dtype=dtype, public=False), context)
     return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
 
 
@@ -118,3 +119,42 @@ def test_what_was_altered_since_it_was_written_is_not_exported(trained, tmp_path
     with pytest.raises(ExperimentError, match=r"iteration-00000004\.ckpt has SHA-256"):
         run(context, tmp_path / "last", "last")
     assert list(tmp_path.glob("model/*")) == list(tmp_path.glob("last/*")) == []
+
+
+def test_to_the_hub(trained, tmp_path, monkeypatch, capsys):
+    """Private unless asked otherwise, with the card and without paths of this machine."""
+    context, _, weights = trained
+    with serve("hf_right") as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+
+        def push(to, public=False):
+            export(SimpleNamespace(to=to, checkpoint="last", trust=False, dtype=None, public=public), context)
+
+        push("hub:lab/agent")
+        push("hub:lab/agent")  # once more: another commit
+        push("hub:lab/open", public=True)
+        assert found.private == {"lab/agent": True, "lab/open": False}
+        assert "uploaded to lab/agent (private)" in capsys.readouterr().out
+        files = found.files["lab/agent"]
+        assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+        assert "provenance.yaml" not in files and str(context.project.root) not in files["README.md"].decode()
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+        assert same_weights(policy_state(AutoModelForCausalLM.from_pretrained(tmp_path)), weights)
+        assert not list(context.project.root.glob("tmp*")), "nothing is left here"
+        for to, token, said in (
+            ("hub:agent", "hf_right", "hub:agent: expected hub:owner/name"),
+            ("hub:a/b/c", "hf_right", "expected hub:owner/name"),
+            ("hub:lab/other", "hf_wrong", "the upload failed: .*Invalid credentials"),
+            ("hub:lab/other", "", "found no token of the hub; run `hf auth login`, or set HF_TOKEN"),
+        ):
+            monkeypatch.setenv("HF_TOKEN", token)
+            monkeypatch.setenv("HF_TOKEN_PATH", "/nowhere")
+            with pytest.raises(ExperimentError, match=said) as caught:
+                push(to)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(ExperimentError, match="--public is for the hub"):
+        push(str(tmp_path / "folder"), public=True)
