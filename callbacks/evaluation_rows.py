@@ -19,7 +19,7 @@ from rollout.trajectory_metrics import entropies, turns_after_tools
 SEARCH_TOOL = "search"
 AGENT = PromptMode.AGENT.value
 SCORED_HERE = ("em", "f1", "answered")  # parts of a reward that a row has, or shows, anyway
-# What the released code of SOD takes for a failed call, wherever its text stands (docs/papers/sod.md 4.2).
+# What the released code of SOD takes for a failed call, wherever its text stands (docs/algorithms/sod.md).
 FAILURE_MARKERS = ("error when executing tool", "traceback", "execution timed out", "request failed")
 
 
@@ -93,7 +93,7 @@ def contains_answer(document: Document, golden_answers: Sequence[str]) -> bool:
 
     Both sides are normalised as for exact match (lower case, no punctuation, no articles). The gold answer's words must
     occur as consecutive whole words: "art" is not found in "Hartley". A gold answer that normalises to nothing ("The")
-    is never found. This is docs/papers/dgpo.md section 4, ``norm(a) in norm(docs)``, with word boundaries: a plain
+    is never found. This is ``norm(a) in norm(docs)`` (docs/algorithms/dgpo.md, ARCap) with word boundaries: a plain
     substring test counts every short answer as a hit.
     """
     words = f" {normalize_answer(f'{document.title} {document.text}')} "

@@ -24,7 +24,7 @@ def append_eos(trajectory: Trajectory, eos_id: int) -> Trajectory:
     """Return the trajectory with an EOS after its final answer, as part of the last turn (mask 1, log-prob 0.0).
 
     Search-R1's sequences end at ``</answer>`` without EOS, so a model trained on them does not learn to stop
-    (docs/papers/dgpo.md 1.4). The rest is not tokenised again. Trajectories without a final answer, or with a sampled
+    (docs/algorithms/kd.md). The rest is not tokenised again. Trajectories without a final answer, or with a sampled
     EOS at the end, are returned unchanged.
     """
     if trajectory.stop_reason is not StopReason.ANSWER or trajectory.response_ids[-1] == eos_id:

@@ -80,7 +80,7 @@ class RolloutSystem:
             has begun is done; groups that have not begun wait for the new weights. Trajectories are in flight during an
             update only with ``data.max_off_policy_iterations``.
         limit_eos: as in ARPO's released code, append an EOS to a call beyond ``max_turns`` and train on it, although it
-            was not sampled (vllm_rollout_with_tools.py; docs/papers/arpo.md 1.5). Its sampler log-prob counts as 0,
+            was not sampled (vllm_rollout_with_tools.py; docs/algorithms/arpo.md). Its sampler log-prob counts as 0,
             which the mismatch metrics show.
         test_limits: limits of evaluations, if they differ from those of training.
         step_timeout_s: seconds for one action of the environment, including the wait for a busy tool. After that the

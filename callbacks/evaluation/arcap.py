@@ -1,6 +1,6 @@
 """Diagnoses which of a search agent's abilities is missing (ARCap).
 
-Formulas: docs/papers/dgpo.md section 4 (Kotoge et al., arXiv 2508.20324). Their code for the prompts is not public;
+Formulas: docs/algorithms/dgpo.md (Kotoge et al., arXiv 2508.20324). Their code for the prompts is not public;
 ``hit_raw`` follows the validation of the released training code.
 """
 

@@ -20,7 +20,7 @@ import numpy as np
 from callbacks.evaluation.statistics import Interval, bootstrap_interval, bootstrap_strata, pass_at_k
 from callbacks.evaluation_rows import EvaluationRow
 
-DRAWS, DRAW_SEED = 1000, 42  # of the released bootstrap (docs/papers/sod.md 6)
+DRAWS, DRAW_SEED = 1000, 42  # of the released bootstrap (docs/algorithms/sod.md)
 PROGRAMS = "code"  # the ability whose answers are programs: no two are equal, so votes make no sense
 OF_SETS = "average_of_sets"
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{1,30})?")

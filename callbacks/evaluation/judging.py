@@ -31,7 +31,7 @@ def judge_rows(judge: JudgeProtocol, rows: Sequence[EvaluationRow], tasks: Mappi
     """Judge the answers with an LLM, and return the evaluation rows, in order, with the verdicts in ``judged``.
 
     An answer is right if the reward says so (``row.verdict``: mathematical equality, tests passed) or the judge does
-    (docs/papers/arpo.md section 7, llm_equal). Answers that the reward calls right and missing answers are not sent to
+    (docs/algorithms/arpo.md, llm_equal). Answers that the reward calls right and missing answers are not sent to
     the judge. Exact match decides nothing here, because it deletes signs ("-5" equals "5"). Other prompt modes and
     infrastructure failures are not judged. If the judge fails, ``judged`` is None and ``judge_failed`` is set.
 

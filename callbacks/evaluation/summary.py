@@ -104,9 +104,9 @@ def per_call(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict[
       Read them beside em and tool_calls: a model that answers from memory scores high.
     - ``accuracy_per_1000_calls``: the same by ``row.accuracy`` (the judge's verdict, else the reward's, else EM), over
       the questions that have one.
-    - ``tool_productivity``: 100 * acc * calls / (calls + 0.1), the released evaluation's (docs/papers/arpo.md section
-      7). acc is the mean of ``row.soft_accuracy`` (the judge's verdict, else the reward's, else F1), calls the mean
-      number of executed calls, both over the questions with an acc. It grows with calls, and is 0 without any.
+    - ``tool_productivity``: 100 * acc * calls / (calls + 0.1), the released evaluation's (docs/algorithms/arpo.md). acc
+      is the mean of ``row.soft_accuracy`` (the judge's verdict, else the reward's, else F1), calls the mean number of
+      executed calls, both over the questions with an acc. It grows with calls, and is 0 without any.
     """
     questions = attempts_of(rows).values()
     calls = [float(sum(row.tool_calls for row in attempts)) for attempts in questions]
@@ -141,7 +141,7 @@ def tool_success(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> d
       those that the tool or the environment declined, and turns that the model ended and that could not be parsed
       (malformed calls). Turns and calls that a limit or the end of the trajectory cut off count nowhere.
     - ``tool_success_as_released``: the result's text holds none of ``FAILURE_MARKERS``, of executed and declined calls
-      (docs/papers/sod.md 4.2, by our tools' texts: a time-out or a refusal in other words counts as a success).
+      (docs/algorithms/sod.md, by our tools' texts: a time-out or a refusal in other words counts as a success).
     """
     questions = attempts_of(rows).values()
     metrics: dict[str, Interval] = {}

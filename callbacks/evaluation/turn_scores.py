@@ -1,6 +1,6 @@
 """The rows of ``evaluation/turns.parquet``: divergence of teacher and student, weight and outcome of each turn.
 
-Only turns that hold a token have a row (SOD's paper calls a turn a step, docs/papers/sod.md 1.2).
+Only turns that hold a token have a row (SOD's paper calls a turn a step, docs/algorithms/sod.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def turn_metrics(trajectory: Trajectory, signals: Mapping[str, Sequence[float]])
     """Return the metrics of each turn of a trajectory, as one {name: value} per turn, from signals with one value per
     token. A turn without tokens has no metrics.
 
-    ``divergence`` is the mean |kl| of a turn's tokens (d_k in docs/papers/sod.md, eq. 6), if there is a teacher.
+    ``divergence`` is the mean |kl| of a turn's tokens (d_k in docs/algorithms/sod.md, eq. 6), if there is a teacher.
     Also every signal with one value per turn, such as the weight of a turn or a group's advantage.
 
     Args:

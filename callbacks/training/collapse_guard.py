@@ -1,8 +1,8 @@
 """Detects the collapse of a policy during training, saves the evidence, and can stop the run.
 
-Search agents trained by RL are known to collapse (docs/papers/dgpo.md 2.5 and 7): reward falls, entropy or gradient
+Search agents trained by RL are known to collapse (docs/algorithms/dgpo.md): reward falls, entropy or gradient
 norm explodes, responses grow to the limit or turn into invalid actions. Distilled ones stop calling their tools
-(docs/papers/sod.md 8.1), or their entropy dies.
+(docs/algorithms/sod.md), or their entropy dies.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class CollapseGuard(L.Callback):
 
     * ``train/em``, ``train/acc`` (right answers, where the reward says so), ``train/success`` (where the environment
       scores itself) and the share of valid actions: under half of their running maximum for ``patience`` iterations
-      (docs/papers/dgpo.md 2.5), once the maximum is at least 0.05 (valid actions: 0.2);
+      (docs/algorithms/dgpo.md), once the maximum is at least 0.05 (valid actions: 0.2);
     * tool calls per trajectory: for 3 iterations more than 40 % below the median of the last 20 calm ones, about what
-      they were ten iterations before (docs/papers/sod.md 8.3; a policy that unlearns its tool is lost within 20, 8.1);
+      they were ten iterations before (docs/algorithms/sod.md; a policy that unlearns its tool is lost within 20);
     * ``train/reward``: for 5 iterations more than 5 times its own scatter below its recent median;
     * ``train/entropy``: above 3 times, or under a fifth of its recent median for 5 iterations;
     * ``train/response_tokens`` above 3 times, ``train/grad_norm`` above 10 times their recent median for 5 iterations,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Name -> the published field of the question (docs/papers/arpo.md section 7, docs/papers/sod.md section 4.5).
+# Name -> the published field of the question, in ARPO's and SOD's evaluation files.
 BENCHMARKS = {
     "aime24": "question",
     "aime25": "problem",

@@ -1,4 +1,4 @@
-"""Reads the evaluation sets of ARPO (docs/papers/arpo.md section 7) and SOD (docs/papers/sod.md section 4.5).
+"""Reads the evaluation sets of ARPO and SOD.
 
 =====================================================================  =============  =================================
 set                                                                    question       answer

@@ -1,6 +1,6 @@
 """Reads files of conversations with tool calls: {messages, tools[, enable_thinking]} per row, OpenAI's form.
 
-docs/papers/sod.md 4.5: ``messages`` holds {role, content[, tool_calls][, reasoning_content]}, roles system, user,
+``messages`` holds {role, content[, tool_calls][, reasoning_content]}, roles system, user,
 assistant, tool; ``tools`` schemas of functions. Arguments of calls are objects or JSON text; either column may be JSON
 text.
 """

@@ -1,7 +1,7 @@
 """Reads the paragraphs with the answer from the ``metadata`` of published multi-hop questions.
 
 =========  ===========================================================================================
-set        where (FlashRAG's files, which Search-R1's are made of; docs/papers/dgpo.md section 4)
+set        where (FlashRAG's files, which Search-R1's are made of; docs/algorithms/dgpo.md)
 =========  ===========================================================================================
 HotpotQA   supporting_facts {title, sent_id} of context {title, sentences}
 2Wiki      supporting_facts {title, sent_id} of context {title, content}

@@ -134,8 +134,7 @@ def read_letter(value: Any) -> str | None:
 
 def ability_of(named: str | None, source: str, answers: Sequence[str], tests: dict[str, Any] | None) -> str | None:
     """Return a task's ability ("math", "choice", "code", "qa") or None. The tests decide, then the file's ability
-    column (any case), then the data source (those of Open-AgentRL and of SOD's evaluation, docs/papers/sod.md section
-    4.5).
+    column (any case), then the data source (those of Open-AgentRL and of SOD's evaluation).
     """
     name, source = (named or "").strip().lower(), source.lower()
     if tests is not None or name in ABILITIES:

@@ -8,7 +8,7 @@ SOD        problem           reward_model.ground_truth.inputs and .outputs, rewa
 =========  ================  ==============================================================================
 
 SOD's file does not say which tests are public, and the released code prints all of them in the prompt
-(docs/papers/sod.md section 6), so that its score is the accuracy on tests that the model has read. Here at most the
+(docs/algorithms/sod.md), so that its score is the accuracy on tests that the model has read. Here at most the
 first two may be shown, and at least one stays hidden.
 """
 

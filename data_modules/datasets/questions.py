@@ -15,11 +15,11 @@ Two columns are ours and optional: ``gold_passages`` list[struct{title, text}], 
 a JSON object as a string or a struct. Only the plain fields of a struct are kept. Released HotpotQA files carry all ten
 paragraphs of a question there; the supporting ones become its gold passages (``gold_paragraphs.py``).
 
-ARPO's RL files (docs/papers/arpo.md section 5): ``reward_model.ground_truth`` is the gold answer itself, and the
+ARPO's RL files: ``reward_model.ground_truth`` is the gold answer itself, and the
 question is in ``extra_info.question`` or is the user turn after a system message; without a system message it follows
 "Question:". Their system prompt has a backspace in place of the "\\b" of "\\boxed"; it is corrected, and logged.
 
-SOD's file (``Open-AgentRL-30K.parquet``, docs/papers/sod.md section 4.5) mixes several abilities. The question is the
+SOD's file (``Open-AgentRL-30K.parquet``) mixes several abilities. The question is the
 whole user turn, the id the data source with ``extra_info.index`` (the row's number if the index is not unique).
 ``ground_truth`` is a gold answer, a JSON list of them, or the tests of a program, as a JSON object or a struct:
 {inputs, outputs[, fn_name]} or {test_code, entry_point, import_prefix}. Tests become ``metadata["tests"]``

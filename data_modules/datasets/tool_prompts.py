@@ -1,4 +1,4 @@
-r"""Writes SOD's prompts for reasoning with a tool (docs/papers/sod.md section 4.5): one user message per task.
+r"""Writes SOD's prompts for reasoning with a tool (docs/algorithms/sod.md): one user message per task.
 
 They have the meaning of recipe/demystify/reward.py in our words, with three corrections. The released code words a
 whole file by its first row (``by_first_row``); here every task has the wording of its data source. Its answer format

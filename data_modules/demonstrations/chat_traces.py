@@ -1,6 +1,6 @@
 """Stage: tokenises conversations with tool calls (SOD's cold start) into trajectories for supervised training.
 
-docs/papers/sod.md 4.5 and 8.2. A conversation becomes the ids that a rollout of it would have: the prompt as
+docs/algorithms/sod.md. A conversation becomes the ids that a rollout of it would have: the prompt as
 ``HermesProtocol`` asks, each assistant's turn with its end of turn (mask 1), and between turns what the protocol would
 have written (mask 0).
 """

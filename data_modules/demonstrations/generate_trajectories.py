@@ -1,6 +1,6 @@
 """Stage: rolls a model out over questions and keeps the correct trajectories as demonstrations for a student.
 
-Teacher-generated outputs, docs/papers/dgpo.md 1.1: only trajectories whose final answer is correct are kept, since
+Teacher-generated outputs, docs/algorithms/kd.md: only trajectories whose final answer is correct are kept, since
 wrong ones teach wrong retrieval decisions. How many samples per question and which temperature the paper used is not
 known.
 """

@@ -1,6 +1,6 @@
 """Stage: tokenises ARPO's cold-start file of tagged traces into trajectories for supervised training.
 
-docs/papers/arpo.md section 6. A trace is one assistant turn that holds everything, tool results included::
+docs/algorithms/arpo.md. A trace is one assistant turn that holds everything, tool results included::
 
     <think> t </think> <search> q </search> <result> r </result> <python> c </python> <result> r </result>
     <think> t </think> <answer> \\boxed{a} </answer>

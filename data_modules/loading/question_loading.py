@@ -150,8 +150,8 @@ def short_enough(
 ) -> list[Task]:
     """Return the tasks whose first prompt has at most ``max_tokens`` and at most ``room`` tokens (None: no limit).
 
-    Chat template, tool schemas and skills are counted (the released filter leaves the tools out, docs/papers/sod.md
-    section 4.5). The log says how many tasks are left out, by data source, and the first ids.
+    Chat template, tool schemas and skills are counted (the released filter of SOD leaves the tools out). The log
+    says how many tasks are left out, by data source, and the first ids.
 
     Args:
         where: the beginning of messages, which ends with the name of the option.

@@ -1,4 +1,4 @@
-"""Credit assignment by token: shared tokens of branches (ARPO) and uncertain tokens (AEPO); docs/papers/arpo.md."""
+"""Credit assignment by token: shared tokens of branches (ARPO) and uncertain tokens (AEPO); docs/algorithms/arpo.md."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ K the largest number of turns in a row, column k - 1 for turn k::
     mask      0 1 1 1 0 0 1 1 0 1 0        prompt, turn, observation, turn, observation, turn, padding
     turns     0 1 1 1 0 0 2 2 0 3 0
 
-Source: SOD (arXiv 2605.07725, eq. 6 and 7; the paper calls a turn a step), docs/papers/sod.md 1.
+Source: SOD (arXiv 2605.07725, eq. 6 and 7; the paper calls a turn a step), docs/algorithms/sod.md.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def divergence_ratios(
         w_1 = 1        w_k = max(floor, min((d_ref + epsilon) / (d_k + epsilon), 1 + delta))
 
     The paper writes a running product of neighbours' ratios. The product itself is not clipped, so it equals the ratio
-    to turn 1 (docs/papers/sod.md 1.2). Without a bound, w_k d_k is d_ref: every turn has the same mean |w (T - S)|.
+    to turn 1 (docs/algorithms/sod.md). Without a bound, w_k d_k is d_ref: every turn has the same mean |w (T - S)|.
 
     Args:
         divergences: of whole rows: every turn of a trajectory.
         delta: how far above 1 a weight may get; None for no bound.
         epsilon: keeps the ratio finite.
         reference: d_ref. ``first``: d_1 of the same row (the paper). ``batch_median``: the median of d_1 over the
-            batch. A short first turn has a noisy d_1, which scales the whole trajectory (docs/papers/sod.md 1.6).
+            batch. A short first turn has a noisy d_1, which scales the whole trajectory (docs/algorithms/sod.md).
         floor: smallest weight; 0 for the paper's.
         gather: collects the first turns' divergences of all ranks; every rank must call.
 
@@ -218,7 +218,7 @@ class DivergenceRatio(TurnWeighting):
 
 class IncorrectOnly(TurnWeighting):
     """Applies the teacher's signal to incorrect trajectories only: weight 0 for correct trajectories, 1 for the others.
-    This is DGPO's selective KL (docs/papers/dgpo.md 2.2).
+    This is DGPO's selective KL (docs/algorithms/dgpo.md).
 
     A trajectory is correct if its reward part ``em`` (without one, its total reward) is at least ``success_threshold``.
 

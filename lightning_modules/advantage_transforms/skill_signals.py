@@ -1,4 +1,4 @@
-"""Signals of a self-teacher with skills: SDAR's gated loss, Skill-SD's k3, RLSD's shares (docs/papers/sdar.md)."""
+"""Signals of a self-teacher with skills: SDAR's gated loss, Skill-SD's k3, RLSD's shares (docs/algorithms/sdar.md)."""
 
 from __future__ import annotations
 

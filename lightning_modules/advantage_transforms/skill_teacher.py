@@ -1,4 +1,4 @@
-"""Self-teacher: the policy reads its responses after a prompt that also holds skills (docs/papers/sdar.md 1.1, 2)."""
+"""Self-teacher: the policy reads its responses after a prompt that also holds skills (docs/algorithms/sdar.md)."""
 
 from __future__ import annotations
 

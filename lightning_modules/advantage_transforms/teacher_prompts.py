@@ -1,4 +1,4 @@
-"""Prompts that a teacher reads instead of the student's, such as OPSD's with the answer (docs/papers/sod.md 3)."""
+"""Prompts that a teacher reads instead of the student's, such as OPSD's with the answer (docs/algorithms/sod.md)."""
 
 from __future__ import annotations
 

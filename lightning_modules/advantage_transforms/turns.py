@@ -1,4 +1,4 @@
-"""Advantages by turn, as verl-agent computes them on episodes: EpisodeGRPO and GiGPO (docs/papers/sdar.md 1.6)."""
+"""Advantages by turn, as verl-agent computes them on episodes: EpisodeGRPO and GiGPO (docs/algorithms/grpo.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AEPO, agentic entropy-balanced policy optimisation (arXiv 2510.14545; docs/papers/arpo.md 3)."""
+"""AEPO, agentic entropy-balanced policy optimisation (arXiv 2510.14545; docs/algorithms/arpo.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARPO, agentic reinforced policy optimisation (Dong et al.; arXiv 2507.19849; docs/papers/arpo.md)."""
+"""ARPO, agentic reinforced policy optimisation (Dong et al.; arXiv 2507.19849; docs/algorithms/arpo.md)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 class ColdStartKD(SupervisedModule):
     """Cold-start distillation: cross-entropy on a teacher's trajectories plus a divergence to the teacher. This is
-    DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in docs/papers/dgpo.md 1.2)::
+    DGPO's phase 1 (arXiv 2508.20324 eq. 1, as quoted in docs/algorithms/kd.md)::
 
         L = 1/N sum_t m_t [ ce_coef * (-log pi_S(y_t | h_t)) + kl_coef * D(pi_T(. | h_t), pi_S(. | h_t)) ]
 
@@ -49,7 +49,7 @@ class ColdStartKD(SupervisedModule):
     are the paper's; (0, 1) is the default of TAID's code. Like that code, it has no T^2 factor.
 
     TAID replaces D by the cross-entropy to a target that moves from the student to the teacher
-    (docs/papers/dgpo.md 1.6). TAID's code and DGPO's baseline have ``ce_coef: 0``. t is logged as ``train/taid_t`` and
+    (docs/algorithms/kd.md). TAID's code and DGPO's baseline have ``ce_coef: 0``. t is logged as ``train/taid_t`` and
     checkpointed.
 
     Args:

@@ -1,4 +1,4 @@
-"""DGPO, distillation-guided policy optimisation (Kotoge, Nishimura, Ma; arXiv 2508.20324; docs/papers/dgpo.md 2.2)."""
+"""DGPO, distillation-guided policy optimisation (Kotoge, Nishimura, Ma; arXiv 2508.20324; docs/algorithms/dgpo.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EpisodeGRPO and GiGPO: GRPO as verl-agent runs it on episodes, with advantages by turn (docs/papers/sdar.md 1.6)."""
+"""EpisodeGRPO and GiGPO: GRPO as verl-agent runs it on episodes, with advantages by turn (docs/algorithms/grpo.md)."""
 
 from __future__ import annotations
 

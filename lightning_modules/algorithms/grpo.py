@@ -31,7 +31,7 @@ Advantage = Literal["std", "centred", "leave_one_out", "global"]
 
 
 class GRPO(OnPolicyModule):
-    """Group relative policy optimisation (arXiv 2402.03300) as verl runs it (docs/papers/arpo.md 2)::
+    """Group relative policy optimisation (arXiv 2402.03300) as verl runs it (docs/algorithms/grpo.md)::
 
         A_i = (R_i - mean R) / (std R + 1e-6)      over the trajectories of one prompt, unbiased std; on every token
         rho = pi / pi_old                          pi_old: recomputed before the first update, not the sampler's

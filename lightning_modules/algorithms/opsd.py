@@ -1,4 +1,4 @@
-"""OPSD, on-policy self-distillation: the initial policy with a privileged prompt teaches (docs/papers/sod.md 3)."""
+"""OPSD, on-policy self-distillation: the initial policy with a privileged prompt teaches (docs/algorithms/sod.md)."""
 
 from __future__ import annotations
 

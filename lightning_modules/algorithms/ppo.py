@@ -46,7 +46,7 @@ class PPOLossInputs(RowTensors):
 
 class PPO(OnPolicyModule):
     """PPO with a critic and an optional KL to a reference model, as Search-R1 runs it (arXiv 2503.09516;
-    docs/papers/dgpo.md 2.3). The base of DGPO::
+    docs/algorithms/dgpo.md). The base of DGPO::
 
         r_t = [t last] R(y)  -  kl_coef * k_t * w        k_t estimates log pi_old(y_t) - log pi_ref(y_t); w: kl_weights
         A   = whiten(GAE(r, V; gamma, lam))              over the model's own tokens, whole batch, all ranks

@@ -1,4 +1,4 @@
-"""SDAR, gated self-distillation from skills (arXiv 2605.15155; docs/papers/sdar.md 1), Skill-SD and RLSD."""
+"""SDAR, gated self-distillation from skills (arXiv 2605.15155; docs/algorithms/sdar.md), Skill-SD and RLSD."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class SFT(SupervisedModule):
 
         L = -1/N sum_t m_t log pi(y_t | h_t)        N: number of model tokens in the global batch
 
-    On a teacher's trajectories this is SeqKD (docs/papers/dgpo.md 1.6). Prompt and observation tokens are context only.
+    On a teacher's trajectories this is SeqKD (docs/algorithms/kd.md). Prompt and observation tokens are context only.
     A final EOS is learnt if the trajectories have one with mask 1.
     """
 

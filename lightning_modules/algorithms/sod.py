@@ -1,4 +1,4 @@
-"""SOD, step-wise on-policy distillation (arXiv 2605.07725; docs/papers/sod.md), OPD and the paper's ablations."""
+"""SOD, step-wise on-policy distillation (arXiv 2605.07725; docs/algorithms/sod.md), OPD and the paper's ablations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SOD(GRPO):
     with ``opd_coef: 0``).
 
     SOD as released: clip_high 0.28, num_mini_batches 4, the other defaults. Not in the paper, and off: ``adv_clamp``,
-    ``weight_floor``, ``reference_turn`` (docs/papers/sod.md 1.6).
+    ``weight_floor``, ``reference_turn`` (docs/algorithms/sod.md).
 
     Args:
         policy: Hugging Face folder to start from.

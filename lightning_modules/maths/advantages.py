@@ -102,7 +102,7 @@ def whiten(
 
 def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: float = 0.2) -> Tensor:
     """Scale the advantage of each token by how much the teacher prefers it. Returns RLSD's advantages [B, T], without
-    gradient, for the clipped policy loss (arXiv 2604.03128; docs/papers/sdar.md 1.7)::
+    gradient, for the clipped policy loss (arXiv 2604.03128; docs/algorithms/sdar.md)::
 
         A_t = A [(1 - lam) + lam clip(exp(sign(A) Delta_t), 1 - eps, 1 + eps)]
 

@@ -4,7 +4,7 @@ They take logits [N, V] of student and teacher and return [N] values in nats. Ca
 (see ``projection.py``); the softmax is in float32. With ``normalised=True`` they take log-probs from
 ``finite_log_softmax``, so that two divergences share one softmax.
 
-Notation of docs/papers/dgpo.md 1.6: p student, q teacher.
+Notation of docs/algorithms/kd.md: p student, q teacher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, T
     """Cut the logits of student and teacher to the smaller of their vocabularies, before any softmax.
 
     Qwen2.5 has 151,936 output rows up to 3B and 152,064 above; the rows in excess are padding
-    (docs/papers/dgpo.md 1.5).
+    (docs/algorithms/kd.md).
     """
     size = min(student_NV.shape[-1], teacher_NV.shape[-1])
     return student_NV[..., :size], teacher_NV[..., :size]
@@ -150,7 +150,7 @@ def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0
 @dataclass
 class TAIDSchedule:
     """Schedule of TAID's coefficient t, which moves the target from the student to the teacher. As in taid.py
-    (docs/papers/dgpo.md 1.6). ``STATE``: fields that change::
+    (docs/algorithms/kd.md). ``STATE``: fields that change::
 
     rel = (L_prev - L) / (L_prev + 1e-15)          m = beta m + (1 - beta) rel
     t   = min(t_end, max(t_start + (t_end - t_start) step / total, t + alpha sigmoid(m) (1 - t)))

@@ -3,7 +3,7 @@
 A teacher with skills in its prompt and the student score the same sampled token y_t: T = log pi_T(y_t | s_t^+),
 S = log pi_theta(y_t | s_t). The gap is Delta_t = T - S in nats, above 0 where the teacher prefers the token.
 
-Shapes as in losses.py. Source: SDAR (arXiv 2605.15155; docs/papers/sdar.md 1.2 and 1.3).
+Shapes as in losses.py. Source: SDAR (arXiv 2605.15155; docs/algorithms/sdar.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def token_gap(logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, clamp: float | N
     """Return the gap T - S between teacher's and student's log-probs [B, T] in nats, without gradient. With ``clamp``
     it is bounded to +-``clamp``.
 
-    SDAR takes S from the training forward (not the log-probs before the update) and clamps nothing (docs/papers/sdar.md
-    1.2).
+    SDAR takes S from the training forward (not the log-probs before the update) and clamps nothing.
 
     Raises:
         ValueError: a clamp that is not above 0.
@@ -35,7 +34,7 @@ def token_gap(logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, clamp: float | N
 
 def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta: float = 5.0) -> Tensor:
     """Return SDAR's gate of each token [B, T], g_t = sigmoid(beta x_t), between 0 and 1, without gradient
-    (docs/papers/sdar.md 1.3)::
+    (docs/algorithms/sdar.md)::
 
         gap        x = Delta                            the released gate, beta 5
         entropy    x = h                                h >= 0, so that g >= 0.5
@@ -44,12 +43,12 @@ def gate(kind: GateKind, gap_BT: Tensor | None, entropy_BT: Tensor | None, beta:
     Their effects, with l = -g log pi as the loss (``sdar_loss``) and y drawn from the student:
 
     * beta 0, or the entropy gate at any beta: g does not depend on y, and E[g grad log pi] = g E[grad log pi] = 0.
-      The teacher has no effect on the gradient, which pushes up every sampled token (docs/papers/sdar.md 0.2, 0.3).
+      The teacher has no effect on the gradient, which pushes up every sampled token (docs/algorithms/sdar.md).
     * the gap gate rises with u = pi_T / pi, and so the expected gradient is that of an f-divergence to the teacher
       (self_distillation.py), whose minimum is the teacher: at beta 1 that of KL(pi_T || (pi_T + pi) / 2).
     * soft_or in nats: dx/dDelta = 1 - h. Above 1 nat of entropy, a token that the teacher prefers *lowers* the gate,
       and the expected gradient points away from the teacher. As an OR of two shares it expects both within [0, 1]. The
-      paper does not say whether the authors normalise (docs/papers/sdar.md 1.3); to do so, pass h / log V and a gap
+      paper does not say whether the authors normalise (docs/algorithms/sdar.md); to do so, pass h / log V and a gap
       scaled to [0, 1].
 
     Args:
@@ -84,7 +83,7 @@ def gate_mean(gate_BT: Tensor, mask_BT: Tensor, reduce: Callable[[Tensor], Tenso
 
     A *centred* gate is ``gate - gate_mean``. As a baseline, the mean keeps the expected gradient (up to the share 1/n
     of a token in the mean) and removes the push on every sampled token, which at beta 0 would sharpen the student at
-    random (docs/papers/sdar.md 6).
+    random.
 
     Compute it once, over the whole batch of an iteration, from the log-probs before the update, and subtract the same
     number in every micro-batch. With a mean of each micro-batch the gradient would depend on the split.
@@ -133,7 +132,7 @@ def gate_metrics(
     Names: ``gap`` (mean Delta, nats), ``gate`` (mean g), ``gate_active`` (share with g > 0.5, at the gap gate the share
     with Delta > 0); each of them over all tokens and, as ``<name>/part<k>``, over the k-th of ``parts`` stretches of a
     turn, and as ``<name>/turn<k>`` by number of the turn, those above ``shown_turns`` together as ``<name>/later``.
-    Means of gap that fall with part and turn are what the authors show (docs/papers/sdar.md 1.8).
+    The authors show means of the gap that fall within a turn and over turns.
 
     Args:
         gap_BT: Delta; may be anything outside of turns.

@@ -214,7 +214,7 @@ def sampled_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, estimator: Es
 
     With d = log p - log q: ``k1 = d`` (unbiased, can be negative), ``k2 = d^2 / 2`` (biased, its gradient is that of
     the KL), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative; clamped to 10 as in verl's ``low_var_kl``).
-    Source: joschu.net/blog/kl-approx.html; names as in docs/papers/dgpo.md 2.2. DGPO's verl fork calls minus k1
+    Source: joschu.net/blog/kl-approx.html; see docs/algorithms/dgpo.md. DGPO's verl fork calls minus k1
     ``rkl``; its ``low_var_rkl`` estimates no KL and is not available here.
 
     Raises:
@@ -266,7 +266,7 @@ def clip_balanced_loss(
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return AEPO's clipped policy loss as (sum over tokens, sum of weights). It has the value of ``ppo_clip_loss``,
-    but another gradient (arXiv 2510.14545; docs/papers/arpo.md 3).
+    but another gradient (arXiv 2510.14545; docs/algorithms/arpo.md).
 
     The upper bound is ``(1 + clip_high) r / stopgrad(r)``: a token that has already become likelier than the bound
     still pushes, with the bound as its factor instead of r, where the ordinary clip drops it.  Gradient of the
@@ -320,7 +320,7 @@ def value_loss(
     """Return the critic's clipped squared error as (sum over tokens, sum of weights). It is ``0.5 max((V - R)^2,
     (clip(V, V_old - clip, V_old + clip) - R)^2)``; ``clip=None`` is the plain square.
 
-    Source: verl core_algos.compute_value_loss, as in DGPO (docs/papers/dgpo.md 2.3).
+    Source: verl core_algos.compute_value_loss, as in DGPO (docs/algorithms/dgpo.md).
     """
     error = (values_BT - returns_BT).square()
     if clip is not None:

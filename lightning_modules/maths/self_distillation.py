@@ -24,7 +24,7 @@ These gradients ignore the effect of a token on the contexts of later tokens.
 the position only (entropy), positions are weighed. If it depends on u (gap), the derivation read backwards says that a
 weight h that rises with u is w of another f-divergence, f'' = h' / u, smallest where student and teacher agree.
 SDAR's weight is g = u^beta / (1 + u^beta) alone, not g times that of a KL: it rises, so that a fixed teacher is what
-it leads to, but its direction is that of the reverse KL only while both are close (docs/papers/sdar.md 0.2). By exact
+it leads to, but its direction is that of the reverse KL only while both are close (docs/algorithms/sdar.md). By exact
 enumeration at beta 5, mean and least cosine over 200 students of 1,000 words: .99 and .94 where the KL is .04 nats,
 .89 and .28 at .47, .72 and -.41 at 1.8. g w with w = T - S does not rise everywhere: it falls for beta (T - S) below
 -1.28 and tends to 0, so a gated reverse KL ignores the tokens that the teacher rejects most.
@@ -43,7 +43,7 @@ from lightning_modules.maths.losses import masked_sum, ppo_clip_loss
 SampledDivergence = Literal["reverse_kl", "forward_kl", "jsd"]
 
 FORWARD_KL_CAP = 10.0  # on u = q / p
-SKILL_SD_K3_LIMIT = 20.0  # on log(q / p) in the exponent of k3; docs/papers/sdar.md 1.7
+SKILL_SD_K3_LIMIT = 20.0  # on log(q / p) in the exponent of k3; docs/algorithms/sdar.md
 SKILL_SD_RATIO_LIMIT = 10.0  # on log(p / p_old) in the exponent of rho
 
 
@@ -51,7 +51,7 @@ def sdar_loss(
     logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, gate_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return SDAR's auxiliary loss, to be minimised, as (sum over tokens, sum of weights) (arXiv 2605.15155;
-    docs/papers/sdar.md 0.1 and 1.4)::
+    docs/algorithms/sdar.md)::
 
         l_t = + sg(g_t) (sg(T_t) - S_t)        dl_t / dS_t = -g_t
 
@@ -86,7 +86,7 @@ def signal_loss(
 
     Both have the gradient -w grad S where p = p_old. In later mini-batches the tokens are still those that p_old drew:
     r makes the expected gradient that under p (exact while nothing is clipped), and the clip stops what has moved
-    enough, as in PPO (arXiv 1707.06347, eq. 7). SDAR as released has neither (docs/papers/sdar.md 1.4 and 6).
+    enough, as in PPO (arXiv 1707.06347, eq. 7). SDAR as released has neither (docs/algorithms/sdar.md).
 
     Args:
         logprobs_BT: S, with gradient.
@@ -148,7 +148,7 @@ def skill_sd_loss(
     logprobs_BT: Tensor, old_logprobs_BT: Tensor, teacher_logprobs_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return Skill-SD's auxiliary loss, to be minimised, as (sum over tokens, sum of weights) (arXiv 2604.10674, as
-    SDAR released it; docs/papers/sdar.md 1.7)::
+    SDAR released it; docs/algorithms/sdar.md)::
 
         l = rho k3      d = S - T      k3 = exp(min(-d, 20)) - 1 + d      rho = exp(min(S - S_old, 10))
 

@@ -3,7 +3,7 @@
 A row is one turn of one trajectory, with its own prompt; [R] is rows. A trajectory is named by (group, member), a group
 is all trajectories of one task and never spans ranks. The order of the rows does not matter.
 
-Source: verl-agent's GRPO (docs/papers/sdar.md 1.6) and GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8).
+Source: verl-agent's GRPO (docs/algorithms/grpo.md) and GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def turn_advantages(
     singleton: Singleton = "zero",
 ) -> Tensor:
     """Return the advantage of each turn [R]: its score relative to the scores of its group. This is GRPO as verl-agent
-    runs it (docs/papers/sdar.md 1.6)::
+    runs it (docs/algorithms/grpo.md)::
 
         score = return - penalty        A = (score - mean) / (std + eps)        on every token of the turn
 

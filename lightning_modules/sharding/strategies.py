@@ -88,7 +88,7 @@ class ZeRO(DeepSpeedStrategy):
         self.config["managed_gradient_accumulation"] = False
         self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # its default is the type of the weights
         self.config["communication_data_type"] = (
-            "fp32"  # gradients are reduced in it, as in DGPO (docs/papers/dgpo.md 2.3)
+            "fp32"  # gradients are reduced in it, as in DGPO (docs/algorithms/dgpo.md)
         )
         self.config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW also works with offload, without a compiler
         if stage == 3:

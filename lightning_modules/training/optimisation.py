@@ -192,7 +192,7 @@ def decay_groups(part: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two optimiser groups of the trainable parameters: matrices decay, biases and norms (fewer than two
     dimensions) do not.
 
-    Source: docs/papers/dgpo.md 1.3. Under ZeRO-3 a parameter is a flat piece, and ``ds_shape`` has its shape.
+    Source: docs/algorithms/kd.md. Under ZeRO-3 a parameter is a flat piece, and ``ds_shape`` has its shape.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in part.parameters():

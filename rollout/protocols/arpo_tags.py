@@ -1,6 +1,6 @@
 """ARPO's protocol: <think>, <search>, <python>, <result>, <answer> as plain text in one assistant turn.
 
-Source of the format: RUC-NLPIR/ARPO (docs/papers/arpo.md sections 1.4 and 5). Differences from the released code: a
+Source of the format: RUC-NLPIR/ARPO (docs/algorithms/arpo.md). Differences from the released code: a
 call is read only from its own turn, never from the prompt, whose example has tags too; results are tokenised without
 special tokens; a long result loses text, never its closing tag; a call limit ends the trajectory without an EOS that
 was not sampled.

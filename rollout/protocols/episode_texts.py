@@ -1,4 +1,4 @@
-"""Prompt templates of episodes: the meaning of verl-agent's (docs/papers/sdar.md 3.2) in our words.
+"""Prompt templates of episodes: the meaning of verl-agent's (docs/algorithms/sdar.md) in our words.
 
 Checkpoints trained on the published wording need that wording; give it as files (``EpisodeProtocol``'s option
 ``texts``).

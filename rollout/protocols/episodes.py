@@ -1,4 +1,4 @@
-"""verl-agent's protocol for environments with text actions (docs/papers/sdar.md 3.2 and 3.3).
+"""verl-agent's protocol for environments with text actions (docs/algorithms/sdar.md).
 
 Every turn reasons in ``<think>`` and acts in ``<action>``. With a window, each turn gets a separate prompt with only
 the last turns (as published); without one, the episode is one conversation.

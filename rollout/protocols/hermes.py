@@ -1,6 +1,6 @@
 """Tool calling in a model's chat format: template, call syntax, exact tokens between turns.
 
-Source: the Hermes format of Qwen2.5 and Qwen3 (docs/papers/sod.md 4.2), the JSON calls of Llama 3, and the formats
+Source: the Hermes format of Qwen2.5 and Qwen3 (docs/algorithms/sod.md), the JSON calls of Llama 3, and the formats
 listed in docs/chat_formats.md. Differences from verl: the line break after an end of turn is kept (verl #6501); a call
 that cannot be read is answered with the reason (verl drops it, and the trajectory ends); calls beyond the limit are
 answered; calls inside thinking are not executed.

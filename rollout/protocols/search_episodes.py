@@ -1,4 +1,4 @@
-"""Search QA as SDAR runs it (docs/papers/sdar.md 3.2 to 3.4): one search or answer a turn, a window of past turns."""
+"""Search QA as SDAR runs it (docs/algorithms/sdar.md): one search or answer a turn, a window of past turns."""
 
 from __future__ import annotations
 

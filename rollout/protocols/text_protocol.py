@@ -67,7 +67,7 @@ class TextProtocol:
 
     def _with_skills(self, task: Task, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """Return the messages with the task's skills (advice texts) at the beginning of the last one, the user's.
-        SDAR's released code puts them before the first control token instead (docs/papers/sdar.md 2.2)."""
+        SDAR's released code puts them before the first control token instead (docs/algorithms/sdar.md)."""
         if not task.skills:
             return list(messages)
         self._refuse_control_tokens(task, "the skills", task.skills)

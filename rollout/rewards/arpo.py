@@ -1,4 +1,4 @@
-r"""Reward of ARPO (arXiv 2507.19849; docs/papers/arpo.md section 4), as released and mended.
+r"""Reward of ARPO (arXiv 2507.19849; docs/algorithms/arpo.md), as released and mended.
 
 Source of the rule: RUC-NLPIR/ARPO, verl/utils/reward_score/deep_research.py. A response scores -1 for a bad format, 0
 if its answer shares no token with the gold answer, else its accuracy, plus a bonus for using both tools.

@@ -1,5 +1,5 @@
 r"""Reads and scores answers as ARPO's released evaluation does (RUC-NLPIR/ARPO, evaluation/src: utils.py, evaluator.py,
-metrics.py; docs/papers/arpo.md section 7)."""
+metrics.py; docs/algorithms/arpo.md)."""
 
 from __future__ import annotations
 

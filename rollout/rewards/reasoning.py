@@ -1,5 +1,5 @@
 r"""Reward of reasoning with a Python tool: mathematics, multiple choice and programs (SOD, arXiv 2605.07725;
-docs/papers/sod.md section 5), mended and as released.
+docs/algorithms/sod.md), mended and as released.
 
 Sources of the rules: YoungZ365/SOD, recipe/demystify/reward.py (compute_score), verl/workers/reward_manager/dapo.py.
 """

@@ -349,7 +349,7 @@ class FreeTree(Tree):
 
 class LockStepTree(Tree):
     """Branching variant ``lock_step``: samples one prompt's group in rounds of one turn each. The order is that of the
-    released vllm_rollout_with_tools.py (docs/papers/arpo.md 1.4).
+    released vllm_rollout_with_tools.py (docs/algorithms/arpo.md).
 
     Two differences follow from the fact that a sampler sees one group. The released code takes its rounds over the
     whole batch of a worker, and stores the first entropies by row of that batch without ever clearing them. From the

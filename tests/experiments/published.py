@@ -1,6 +1,6 @@
 """Small files of the shapes that the four papers published, with the faults that the real ones have; the rows are ours.
 
-Sources of the shapes: docs/papers/dgpo.md 1 (Search-R1's nq_hotpotqa), arpo.md 5 to 7, sod.md 4.5, sdar.md.
+Sources of the shapes: Search-R1's nq_hotpotqa, and the repositories that docs/algorithms/ names.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ListHousehold:
     """Writes the games of an ALFWorld download as question files. Deterministic.
 
     ``data_source`` is the task type, by which tables are split. The released evaluation draws 128 games of valid_seen
-    each time (docs/papers/sdar.md 3.6). Here the validation panel is drawn once, so that validations of one or several
+    each time (docs/algorithms/sdar.md). Here the validation panel is drawn once, so that validations of one or several
     runs can be compared, and the test plays every game once. Panel and test overlap: to report games that no decision
     has used, choose checkpoints by the panel and report ``test_unseen``.
 

@@ -54,7 +54,7 @@ class ListWebShop(ShopTask):
     Deterministic.
 
     The first 500 goals of the shuffled list are the test, and training uses the others. The released evaluation draws
-    128 of the 500 each time (docs/papers/sdar.md 3.6). Here the 128 of the validation are drawn once, and the test uses
+    128 of the 500 each time (docs/algorithms/sdar.md). Here the 128 of the validation are drawn once, and the test uses
     all 500. Validation goals are part of the test, so do not choose checkpoints by them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Runs the tests of a program that is an answer, each in a sandboxed process (docs/papers/sod.md 5.1).
+"""Runs the tests of a program that is an answer, each in a sandboxed process (docs/algorithms/sod.md).
 
 * programs: ``{"inputs": [str], "outputs": [str]}``. The solution is a script that reads an input and prints the output.
 * functions (LiveCodeBench): the same with ``"fn_name"``. An input has one JSON argument per line; an output is the JSON

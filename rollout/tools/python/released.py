@@ -1,4 +1,4 @@
-"""Programs and results as SOD's released tool treats them (docs/papers/sod.md 4.2, 4.3), for comparisons.
+"""Programs and results as SOD's released tool treats them (docs/algorithms/sod.md), for comparisons.
 
 Sources: YoungZ365/SOD, recipe/demystify/reward.py (the wrapper), verl/experimental/agent_loop/tool_agent_loop.py (the
 cut), verl/tools/sandbox_fusion_tools.py (the text for failures).

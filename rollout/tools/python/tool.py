@@ -45,7 +45,7 @@ class PythonTool:
     Give ``ToolLimits`` a ``timeout_s`` above the runner's. A ``max_characters`` below the runner's ``max_output`` cuts
     errors again in the middle, and other output at its end.
 
-    The options after the runner follow SOD's released tool (docs/papers/sod.md 4.2, 4.3), for comparisons.
+    The options after the runner follow SOD's released tool (docs/algorithms/sod.md), for comparisons.
 
     Args:
         runner: ``rollout.tools.python.local.LocalSandbox`` or ``rollout.tools.python.fusion.SandboxFusion``.

@@ -49,7 +49,7 @@ def test_slump_measures_rewards_of_any_sign_by_their_scatter(level):
     assert constant.update(level - 0.11) is not None, "a reward that never varied: 5 times the least spread"
 
 
-# Tool calls per trajectory fall from 3.7 to 0.5 within 20 iterations (SOD's issue 24, docs/papers/sod.md 8.1), at once
+# Tool calls per trajectory fall from 3.7 to 0.5 within 20 iterations (SOD's issue 24, docs/algorithms/sod.md), at once
 # or after some calm ones.
 @pytest.mark.parametrize("calm", [0, 15], ids=["from-the-start", "after-calm"])
 def test_a_policy_that_unlearns_its_tool_is_noticed_early(trainer_for, tmp_path, calm):

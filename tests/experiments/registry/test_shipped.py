@@ -166,7 +166,7 @@ def test_the_paper_run_has_the_values_of_the_specification(shipped):
     assert rollouts["environment"]["init_args"]["tools"]["search"]["init_args"]["topk"] == 3
 
 
-ARPO_RUNS = {  # docs/papers/arpo.md 1.1: n, N, call limit, response tokens, prompts per iteration
+ARPO_RUNS = {  # docs/algorithms/arpo.md: n, N, call limit, response tokens, prompts per iteration
     "qwen2.5_3b": (16, 8, 3, 4096, 128),
     "qwen2.5_7b": (16, 8, 3, 4096, 128),
     "llama3.1_8b": (16, 8, 3, 4096, 128),

@@ -1,4 +1,4 @@
-"""SDAR's experiments hold the published values (docs/papers/sdar.md 1.7, 1.9), and differ in what their names say."""
+"""SDAR's experiments hold the published values (docs/algorithms/sdar.md), and differ in what their names say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/new_algorithm.md is executed: GSPO and its gradient against a slow form, under every correction; training."""
+"""docs/new_algorithm.md is executed: its two losses and their gradients against slow forms; training."""
 
 import math
 import random
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from experiments.registry.errors import ExperimentError
 from experiments.registry.listing import load
@@ -27,12 +26,25 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture
-def gspo(monkeypatch):
-    module = types.ModuleType("my_gspo")
-    monkeypatch.setitem(sys.modules, "my_gspo", module)  # dataclasses look their module up
-    [code] = blocks("python")
-    exec(compile(code, str(PAGE), "exec"), module.__dict__)
-    return module.GSPO
+def page(monkeypatch):
+    """The page's modules by name."""
+    modules = {}
+    for code in blocks("python"):
+        name = code.split(".py")[0].removeprefix("# ")
+        modules[name] = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+        exec(compile(code, str(PAGE), "exec"), modules[name].__dict__)
+    return modules
+
+
+@pytest.fixture
+def gspo(page):
+    return page["my_gspo"].GSPO
+
+
+@pytest.fixture
+def cispo(page):
+    return page["my_cispo"].CISPO
 
 
 def groups():
@@ -99,10 +111,34 @@ def test_gspo_and_its_gradient_against_a_slow_form(gspo, options):
         assert 0 < weights.kept.sum() < batch.mask.sum(), "something is left out, or this shows nothing"
 
 
-def test_gspo_trains_and_micro_batches_change_nothing(gspo, model_dir):
+def test_the_test_on_the_page_passes_and_can_fail(page, monkeypatch):
+    test = page["test_my_cispo"].test_the_loss_against_a_slow_form
+    torch.manual_seed(0)
+    test()
+    monkeypatch.setattr(page["test_my_cispo"], "CISPO", lambda *args, **kwargs: page["my_gspo"].GSPO("unused"))
+    with pytest.raises(AssertionError):
+        test()
+
+
+def test_cispo_leaves_out_rows_without_advantage_and_nothing_else(cispo, model_dir, monkeypatch):
+    rng = random.Random(0)
+    rows = make_group(rng, "a", [1, 0, 0, 1]) + make_group(rng, "b", [1, 1, 1])
     found = []
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.delattr(cispo, "rows_without_gradient")
+        module = cispo(str(model_dir), lr=1e-3, num_mini_batches=1, epochs=2)
+        trainer = fit(module, [rows])
+        weights = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
+        found.append((weights, float(trainer.callback_metrics["train/loss_policy"])))
+    assert torch.allclose(found[0][0], found[1][0], atol=5e-5) and found[0][1] == pytest.approx(found[1][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_it_trains_and_micro_batches_change_nothing(name, request, model_dir):
+    algorithm, found = request.getfixturevalue(name), []
     for budget in (4096, 1):
-        module = gspo(
+        module = algorithm(
             str(model_dir),
             lr=1e-3,
             num_mini_batches=1,
@@ -116,15 +152,12 @@ def test_gspo_trains_and_micro_batches_change_nothing(gspo, model_dir):
     assert torch.allclose(found[0][0], found[1][0], atol=5e-5) and found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
-def test_the_yamls_on_the_page_are_taken(gspo, tmp_path):
-    experiment, combination = blocks("yaml")
+def test_the_yaml_on_the_page_is_taken(gspo, tmp_path):
+    [experiment] = blocks("yaml")
     (tmp_path / "gspo_smoke.yaml").write_text(experiment)
     config = load("gspo_smoke", Project(experiment_dirs=(tmp_path, *Project().experiment_dirs)))
     module = parse(config["model"])
     assert type(module).__name__ == "GSPO" and module.correction.mask_ratio == (0.5, 2.0)
-    hard, distillation = parse(yaml.safe_load(combination)["model"]).advantage_transforms
-    assert type(hard).__name__ == "HardAttribution"
-    assert [type(weight).__name__ for weight in distillation.weights] == ["DivergenceRatio", "IncorrectOnly"]
 
 
 def test_a_class_without_loss_or_advantages_is_refused():

@@ -1,4 +1,4 @@
-"""PPO and DGPO: rewards, masks, switches, and the shared module's invariances (docs/papers/dgpo.md section 8)."""
+"""PPO and DGPO: rewards, masks, switches, and the shared module's invariances (docs/algorithms/dgpo.md)."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""Steps, divergences and weights: the vectors of docs/papers/sod.md 1.5, a slow loop, order and padding."""
+"""Steps, divergences and weights: the vectors of docs/algorithms/sod.md, a slow loop, order and padding."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The agent loop with tool calls in a published chat format, end to end (docs/papers/sod.md 10.1)."""
+"""The agent loop with tool calls in a published chat format, end to end."""
 
 import asyncio
 import json

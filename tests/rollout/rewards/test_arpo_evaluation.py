@@ -1,4 +1,4 @@
-r"""ARPO's released evaluation. Every number is worked out by hand from docs/papers/arpo.md section 7."""
+r"""ARPO's released evaluation. Every number is worked out by hand from docs/algorithms/arpo.md."""
 
 import pytest
 

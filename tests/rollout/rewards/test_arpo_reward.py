@@ -1,4 +1,4 @@
-r"""ARPO's reward. Every figure is worked out by hand from docs/papers/arpo.md section 4."""
+r"""ARPO's reward. Every figure is worked out by hand from docs/algorithms/arpo.md."""
 
 import pytest
 

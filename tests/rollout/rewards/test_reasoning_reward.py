@@ -1,4 +1,4 @@
-r"""The reward of mathematics, choices and programs; figures worked out by hand from docs/papers/sod.md section 5."""
+r"""The reward of mathematics, choices and programs; figures worked out by hand from docs/algorithms/sod.md."""
 
 import asyncio
 

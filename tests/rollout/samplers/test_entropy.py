@@ -22,7 +22,7 @@ def first_of_ten(p):
 
 @pytest.mark.parametrize(("p", "expected"), [(0.1, 3.86), (0.9, 0.91), (0.99, 0.13)])
 def test_published_figures(p, expected):
-    """docs/papers/arpo.md 1.2: a sum over 20 positions, so not within [0, 1]."""
+    """docs/algorithms/arpo.md: a sum over 20 positions, so not within [0, 1]."""
     assert released_entropy(generation([first_of_ten(p)] * 20), 20, VOCABULARY) == pytest.approx(expected, abs=6e-3)
     more = generation([first_of_ten(p)] * 20 + [first_of_ten(0.1)] * 9)
     assert released_entropy(more, 20, VOCABULARY) == pytest.approx(expected, abs=6e-3)

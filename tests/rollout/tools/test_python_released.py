@@ -36,7 +36,7 @@ def test_what_the_wrapper_makes_of_a_program(code, expected):
     assert last_line_printed(code) == expected
 
 
-BROKEN = {  # docs/papers/sod.md 4.3; here with what each shows without the wrapper
+BROKEN = {  # docs/algorithms/sod.md; here with what each shows without the wrapper
     "a loop's body": ("for i in range(2):\n    print(i)", "0\n1", "IndentationError"),
     "a function's body": ("print(1)\ndef f():\n    return 2", "1", "IndentationError"),
     "an import": ("print(1)\nimport math", "1", "SyntaxError"),
