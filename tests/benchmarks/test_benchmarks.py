@@ -16,7 +16,14 @@ SHAPES = {
         [
             r"lightning .+, torch .+, transformers .+",
             r"no TRL here \(make trl\): nothing is compared",
-            rf"2 calls of 0ms a trajectory: ours {N} s of wall time \({N} to {N}\), {N} CPU s",
+            rf"2 calls of 0ms a trajectory: ours {N} s of wall time \({N} to {N}\), {N} CPU s, {N} tokens/s",
+        ],
+    ),
+    "smollm2_training": (
+        "--repeats 1 --trajectories 2",
+        [
+            rf"SmolLM2-135M, training part of a GRPO iteration, float32: ours {N} tokens/s, peak {N} GiB; plain loop, "
+            rf"2 rows at once: {N} tokens/s, {N} GiB; ours / plain {N} in speed, {N} in peak memory"
         ],
     ),
     "trl_comparison": (
