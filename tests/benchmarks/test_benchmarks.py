@@ -80,5 +80,5 @@ def test_loss_gradient_and_update_are_those_of_trl():
 
 def test_make_benchmark_runs_every_script():
     done = subprocess.run(["make", "-n", "benchmark"], cwd=ROOT, capture_output=True, text=True, check=True)
-    named = set(re.search(r"for name in ([a-z_ ]+);", done.stdout).group(1).split())
+    named = set(re.search(r"for name in ([a-z0-9_ ]+);", done.stdout).group(1).split())
     assert named == SHAPES.keys() == {p.stem for p in (ROOT / "benchmarks").glob("*.py")} - {"common", "files_touched"}
