@@ -122,6 +122,11 @@ class AdvantageTransform(ConfigRepr):
     reads_old_logprobs = True  # whether it reads the policy's log-probs or entropies before the update
     replaces_credit = False  # whether ``assign_credit`` drops the credit that earlier transforms assigned
 
+    @property
+    def adds_loss(self) -> bool:
+        """Whether ``loss`` may return a loss. By default: whether the class has one of its own."""
+        return type(self).loss is not AdvantageTransform.loss
+
     def check(self, algorithm: Algorithm) -> None:
         """Refuse options of the algorithm that conflict with this transform. Called during construction."""
 

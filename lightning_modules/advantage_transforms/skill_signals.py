@@ -196,6 +196,7 @@ class SkillShares(SkillTeacher):
     ) -> None:
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
         self.decay_iterations, self.rlsd_clip = decay_iterations, rlsd_clip
+        self.reads_old_logprobs = self.learns
 
     def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
         iteration = batch.algorithm.trainer.global_step + 1  # the released trainer counts from 1

@@ -86,6 +86,10 @@ class SkillTeacher(AdvantageTransform):
     def learns(self) -> bool:
         return self.skills_coef > 0
 
+    @property
+    def adds_loss(self) -> bool:
+        return self.learns and super().adds_loss
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({vars(self)})"
 

@@ -187,10 +187,8 @@ class GRPO(OnPolicyModule):
     def rows_without_gradient(self, inputs: LossInputs) -> Sequence[int]:
         """Return the rows with advantage 0, such as those of a group with equal rewards. None where the loss has other
         terms."""
-        own = type(self).loss is GRPO.loss and all(
-            type(transform).loss is AdvantageTransform.loss for transform in self.advantage_transforms
-        )
-        if not own or self.kl_coef > 0 or self.entropy_coef != 0:
+        own = type(self).loss is not GRPO.loss or any(transform.adds_loss for transform in self.advantage_transforms)
+        if own or self.kl_coef > 0 or self.entropy_coef != 0:
             return ()
         return (inputs.advantages == 0).all(dim=1).nonzero()[:, 0].tolist()
 

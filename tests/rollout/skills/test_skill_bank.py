@@ -96,7 +96,7 @@ def test_errors_name_file_and_place(message, tmp_path):
 
 
 def test_a_bank_that_is_not_there():
-    known = r"'huosehold'.*one of \['household', 'household_tiny', 'recipes_tiny', 'search', 'shop"
+    known = r"'huosehold'.*one of \['atlas', 'household', 'household_tiny', 'recipes_tiny', 'search', 'shop"
     with pytest.raises(SkillBankError, match=known):
         read_bank("huosehold")
 
