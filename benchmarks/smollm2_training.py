@@ -42,11 +42,15 @@ def trajectories(count: int) -> list[Trajectory]:
     draw, found = random.Random(0), []
     for row, (prompt, spans) in enumerate(json.loads(LENGTHS.read_text())[:count]):
         mask = [1 - k % 2 for k, span in enumerate(spans) for _ in range(span)]
-        turn = Turn(0, len(mask), Action(ActionKind.ANSWER, answer=""), "eos", 0, len(mask))
+        starts = [sum(spans[:k]) for k in range(len(spans) + 2)]
+        turns = [
+            Turn(starts[k], starts[k + 1], Action(ActionKind.INVALID), "stop", 0, starts[k + 2])
+            for k in range(0, len(spans), 2)
+        ]
         task = Task(str(row // 8), "?", ("a",), "recorded")
         ids = [tuple(draw.randrange(VOCABULARY) for _ in range(n)) for n in (prompt, len(mask))]
         logprobs = tuple(-7.0 * m for m in mask)
-        parts = (task, *ids, tuple(mask), logprobs, (turn,), (), StopReason.ANSWER, task.id, row % 8)
+        parts = (task, *ids, tuple(mask), logprobs, tuple(turns), (), StopReason.ANSWER, task.id, row % 8)
         found.append(Trajectory(*parts, reward=Reward(float(row % 2))))
     return found
 
