@@ -3,7 +3,8 @@
 #
 # On a machine with an NVIDIA GPU it installs requirements/cuda.txt (torch's CUDA build and vLLM); elsewhere, or with
 # FORCE_CPU=1, requirements/cpu.txt and torch's CPU build. `make lock` writes both files. uv installs them; pip does so
-# where uv is missing or fails. With a GPU it ends with a product and a compilation there.
+# where uv is missing or fails. With a GPU it ends with a product and a compilation there. FORCE_CUDA=1 installs the CUDA
+# builds where no GPU is, for an image.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,8 @@ NEEDED_DRIVER=580 # of CUDA 13, which PyPI's torch 2.13 is built for (it require
 LISTED=
 if [ -z "${FORCE_CPU:-}" ] && command -v nvidia-smi >/dev/null; then LISTED=$(nvidia-smi -L 2>&1) || true; fi
 BUILD=cpu
-if grep -q '^GPU [0-9]' <<<"$LISTED"; then BUILD=cuda; fi
+if grep -q '^GPU [0-9]' <<<"$LISTED"; then GPU_HERE=1; else GPU_HERE=; fi
+if [ -n "$GPU_HERE" ] || { [ -z "${FORCE_CPU:-}" ] && [ -n "${FORCE_CUDA:-}" ]; }; then BUILD=cuda; fi
 LOCK=requirements/$BUILD.txt
 KEY=$(cat setup.cfg pyproject.toml requirements/pins.in "$LOCK" scripts/setup.sh | sha256sum | cut -c1-16)-$BUILD
 
@@ -56,7 +58,7 @@ Update the driver (a CUDA toolkit is not needed), or take the CPU builds: FORCE_
 
 rm -f "$STAMP"
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-if [ $BUILD = cuda ]; then check_cuda; fi
+if [ -n "$GPU_HERE" ]; then check_cuda; fi
 
 pip_install() {
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 "$@"
@@ -110,7 +112,7 @@ missing = [m for m in ("torch", "lightning", "transformers", "vllm", "deepspeed"
 if missing:
     sys.exit(f"not importable: {', '.join(missing)}")
 CHECK
-if [ $BUILD = cuda ]; then
+if [ -n "$GPU_HERE" ]; then
     "$VENV/bin/python" -m benchmarks.gpu --only driver "bf16 product" "Triton compile" ||
         fail "this machine cannot train on its GPU (see FAIL above); the same make command tries again"
 fi

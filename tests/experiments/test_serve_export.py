@@ -129,7 +129,7 @@ def test_the_served_export_gives_the_trained_call_to_the_openai_client(workshop,
     store.prepare(stage, {"name": "calls"}, keep=False)
     write_folder(model, model.state_dict(), store.path / "model", folder)
     store.finish({"seconds": 1.0})
-    export(Namespace(to=str(tmp_path / "export"), checkpoint=None, trust=False, dtype=None), context)
+    export(Namespace(to=str(tmp_path / "export"), checkpoint=None, trust=False, dtype=None, public=False), context)
 
     card = ModelCard.load(tmp_path / "export" / "README.md").text
     [recorded] = [line for line in card.splitlines() if line.startswith("vllm serve export ")]

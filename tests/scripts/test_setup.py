@@ -163,3 +163,11 @@ def test_every_reader_that_vllm_lists_is_importable():
         tool_parsers.ToolParserManager.get_tool_parser(name)
     for name in reasoning._REASONING_PARSERS_TO_REGISTER:
         reasoning.ReasoningParserManager.get_reasoning_parser(name)
+
+
+def test_the_cuda_builds_where_no_gpu_is(set_up):
+    """For an image. Nothing is asked of a driver, and nothing runs on a device; the machine that runs it has both."""
+    status, printed, told = set_up(GPUS="", FORCE_CUDA=1, DRIVER="")
+    assert status == 0 and "(cuda builds)" in printed and printed.endswith("ready\n")
+    assert "-r requirements/cuda.txt" in told and "benchmarks.gpu" not in told
+    assert set_up(FORCE_CUDA=1) == (0, "", told), "the image's machine has nothing left to do"
