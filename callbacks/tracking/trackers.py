@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 Tracker = Literal["mlflow", "wandb", "trackio", "none"]
-TRACKERS: tuple[Tracker, ...] = ("mlflow", "wandb", "trackio", "none")
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 RUN_ID_FILE = "tracker_run_id"  # in the folder of a run: wandb and trackio continue the run with this id
 
 

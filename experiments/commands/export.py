@@ -7,7 +7,6 @@ import importlib.metadata
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +49,24 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
     if not (args.to or "").startswith(HUB):
         if args.public:
             raise ExperimentError("--public is for the hub; name a repository: --to hub:owner/name")
-        export_folder(args, context, Path(args.to) if args.to else context.project.root / "exports" / context.target)
-        return
-    repository, upload = args.to.removeprefix(HUB), require_hub(args.to)
-    with tempfile.TemporaryDirectory(dir=context.project.root) as folder:
-        target = Path(folder) / repository
-        export_folder(args, context, target)
-        upload(target, not args.public)
-    print(f"uploaded to {repository} ({'public' if args.public else 'private'})")
+        target = Path(args.to) if args.to else context.project.root / "exports" / context.target
+        path, serve = export_folder(args, context, target, context.project.relative(target))
+        print(f"exported {context.project.relative(path.absolute())} to {target}, which transformers and vLLM load")
+    else:
+        repository = hub_repository(args.to)
+        with tempfile.TemporaryDirectory(dir=context.project.root) as folder:
+            target = Path(folder) / "model"
+            _, serve = export_folder(args, context, target, repository)
+            upload(repository, target, private=not args.public)
+        print(f"uploaded to {repository} ({'public' if args.public else 'private'})")
+    print(f"  to serve it: {serve}")
 
 
-def require_hub(to: str) -> Callable[[Path, bool], None]:
-    """Check the target ``hub:owner/name`` and the hub's token. Return a function that uploads a folder, and makes the
-    repository if needed: private if its second argument is true.
-
-    Raises:
-        ExperimentError: another form of name, no token, or, by the function, a refusal of the hub.
-    """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def hub_repository(to: str) -> str:
+    """Return owner/name of ``hub:owner/name``. Raises ExperimentError for another form, or without a token of the
+    hub."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     repository = to.removeprefix(HUB)
@@ -81,25 +79,30 @@ def require_hub(to: str) -> Callable[[Path, bool], None]:
         raise ExperimentError(f"--to {to}: expected hub:owner/name")
     if get_token() is None:
         raise ExperimentError(f"--to {to}: found no token of the hub; run `hf auth login`, or set HF_TOKEN")
-
-    def upload(folder: Path, private: bool) -> None:
-        api = HfApi()
-        try:
-            api.create_repo(repository, private=private, exist_ok=True)
-            message = f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
-            api.upload_folder(
-                repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE]
-            )
-        except (HfHubHTTPError, OSError) as error:
-            said = getattr(error, "server_message", None)
-            reason = f"{short(error)}{f': {said}' if said else ''}"
-            raise ExperimentError(f"--to {to}: the upload failed: {reason}") from None
-
-    return upload
+    return repository
 
 
-def export_folder(args: argparse.Namespace, context: RunContext, target: Path) -> None:
-    """Export the model to an empty or new folder, and print where and how to serve it."""
+def upload(repository: str, folder: Path, private: bool) -> None:
+    """Upload an exported folder to the hub, and make the repository if needed. Raises ExperimentError if that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api, message = HfApi(), f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE])
+    except (HfHubHTTPError, OSError) as error:
+        said = getattr(error, "server_message", None)
+        reason = f"{short(error)}{f': {said}' if said else ''}"
+        raise ExperimentError(f"--to {HUB}{repository}: the upload failed: {reason}") from None
+
+
+def export_folder(args: argparse.Namespace, context: RunContext, target: Path, called: str) -> tuple[Path, str]:
+    """Export the model to an empty or new folder. Returns the path of its weights, and the command that serves it.
+
+    Args:
+        called: the folder's path, or the hub's repository, in that command and in the model card.
+    """
     from callbacks.model_export.serving import serve_command
 
     stage = make_graph(context).target()
@@ -120,15 +123,13 @@ def export_folder(args: argparse.Namespace, context: RunContext, target: Path) -
     origin |= {"dtype": args.dtype} | result
     write_atomically(target / PROVENANCE, yaml.safe_dump(origin, sort_keys=False))
     config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
-    called = context.project.relative(target)
     flags = flags_of(config, target, called)
     card = card_of(path, folder, config, result, args.dtype, serve_command(called, flags))
     write_atomically(target / "README.md", card)
     program = context.project.relative(Path(sys.executable).with_name("vllm"))
     if "cpu" in importlib.metadata.version("vllm"):  # its defaults compile, and need 92 % of the host's memory
         flags += ["--enforce-eager", "--gpu-memory-utilization", "0.5"]
-    print(f"exported {context.project.relative(path.absolute())} to {target}, which transformers and vLLM load")
-    print(f"  to serve it: {serve_command(called, flags, program)}")
+    return path, serve_command(called, flags, program)
 
 
 def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
 from experiments.registry.errors import ExperimentError, nearest
+from experiments.registry.files import Config
 from experiments.registry.machine import assume_gpu, measured_cpu
 from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
 from experiments.registry.sizing import Adapters, Run, Strategy, Training
@@ -99,22 +100,25 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
 
 def with_cpu_engine(column: Sized, stage: Stage, chip: GPUSpec) -> Sized:
     """Return the figures with the memory that the engine takes on a CPU: weights, cache and work."""
-    data = (stage.config.get("data") or {}).get("init_args") or {}
-    rollouts = (data.get("rollouts") or {}).get("init_args") or {}
-    engine = (rollouts.get("engine") or {}).get("init_args") or {}
+    _, _, engine = sampling_options(stage)
     element = BYTES[str(engine.get("dtype") or "float32")]
     size = element * column.training.policy.parameters + float(engine.get("kv_cache_bytes") or 0) + sizing.ENGINE_WORK
     training = dataclasses.replace(column.training, engine_share=size / chip.memory, engine_element=element)
     return dataclasses.replace(column, training=training)
 
 
+def sampling_options(stage: Stage) -> tuple[Config, Config, Config]:
+    """Return the options of a stage's data module, of its rollout system and of its engine; empty where it has none."""
+    data = (stage.config.get("data") or {}).get("init_args") or {}
+    rollouts = (data.get("rollouts") or {}).get("init_args") or {}
+    return data, rollouts, (rollouts.get("engine") or {}).get("init_args") or {}
+
+
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
     """Collect the figures of a stage's training run on ``gpus`` GPUs that the memory and time estimates need, as
     ``Sized``. Reads the configuration and the models' shapes."""
     model = stage.config["model"]["init_args"]
-    trainer, data = stage.config.get("trainer") or {}, (stage.config.get("data") or {}).get("init_args") or {}
-    rollouts = (data.get("rollouts") or {}).get("init_args") or {}
-    engine = rollouts.get("engine", {}).get("init_args") or {}
+    trainer, (data, rollouts, engine) = stage.config.get("trainer") or {}, sampling_options(stage)
     strategy, options = strategy_of(trainer.get("strategy"), gpus)
     policy, adapters = dimensions_of(model["policy"], stage, root), adapters_of(model.get("lora"))
     training = Training(

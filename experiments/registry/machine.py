@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import json
@@ -77,22 +76,21 @@ def cpu_cores() -> int:
 
 def measured_cpu(dtype: str) -> GPUSpec:
     """Measure the speed of this machine's cores in two seconds: products of matrices as a small model has them, and
-    sums. Returns it with the memory that this process may use.
+    sums. Returns it with the memory that is free now.
 
     Args:
         dtype: ``float32`` or ``bfloat16``.
     """
     import torch
 
+    from retrieval.dense.sizes import available_memory
+
     torch.set_num_threads(cpu_cores())
     x, w = torch.randn(1024, 1024, dtype=getattr(torch, dtype)), torch.randn(1024, 1024, dtype=getattr(torch, dtype))
     whole = torch.randn(2**26)  # larger than any cache
     flops = 2 * 1024**3 / _seconds(lambda: x @ w)
     bandwidth = 4 * whole.numel() / _seconds(lambda: whole.sum())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            memory = min(memory, int(Path(limit).read_text()))
+    memory = available_memory()
     name = f"{cpu_cores()} CPU cores, {dtype}, {memory / GB:.0f} GB"
     return GPUSpec(name, memory, flops, bandwidth, overhead=1.5 * GB, efficiency=CPU_EFFICIENCY, is_cpu=True)
 

@@ -140,6 +140,7 @@ def test_to_the_hub(trained, tmp_path, monkeypatch, capsys):
         files = found.files["lab/agent"]
         assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
         assert "provenance.yaml" not in files and str(context.project.root) not in files["README.md"].decode()
+        assert "vllm serve lab/agent" in files["README.md"].decode(), "as it is called on the hub"
         for name, content in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(content)
