@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -124,6 +125,7 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
     return made.to(device=made.device if device is None else device, dtype=dtype or made.dtype)
 
 
+_device_constructors()  # kept from now on: with torch's own functions, else `with torch.device("meta")` misses them
 torch.tensor, torch.as_tensor = _tensor, _as_tensor  # both reach the device past every dispatch
 
 

@@ -54,7 +54,8 @@ def run_group(
 def run_ranks(worker: Path | str, *arguments: object, timeout: float = 420) -> str:
     """Run a script that starts several ranks, each with one thread, to a good end; returns all that it wrote."""
     command = [sys.executable, str(worker), *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # half of its time is imports
+    # Imports of dynamo take half of the time. Memory that nobody wrote holds huge numbers, so that reading it shows.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "MALLOC_PERTURB_": "128"}
     done = run_group(command, environment, timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout + done.stderr
