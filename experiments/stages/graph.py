@@ -14,6 +14,7 @@ from experiments.registry import overrides as cli_overrides
 from experiments.registry.compose import Config, check_experiment, resolve
 from experiments.registry.definitions import unreadable
 from experiments.registry.errors import ExperimentError, nearest, require_keys
+from experiments.registry.hub import with_local_files
 from experiments.registry.keys import DATA, FILE_SUFFIXES, HASHES, MODELS, PathHasher, stage_key
 from experiments.registry.listing import load, names
 from experiments.registry.overrides import Overrides
@@ -137,6 +138,7 @@ class Graph:
         settled = resolve(
             config, referred, self.project.experiment_dirs, chosen
         )  # a mark takes the place of each folder
+        settled = with_local_files(settled, self.project.root)
         keyed = _marked(settled, lambda reference: f"@stage/{upstream[reference].key}" if reference else "@this")
         key = stage_key(keyed, arguments, self.project.root, self.hasher)
         folder = self.project.outputs / name / key
@@ -221,7 +223,7 @@ def _model_fault(text: str, key: str, root: Path) -> str | None:
     """Return why ``text`` names no model, or None if it is a model folder or a Hugging Face name (owner/name)."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    wanted = "give a Hugging Face folder, or owner/name of the hub"
+    wanted = "give a Hugging Face folder, or owner/name[@revision] of the hub"
     path = root / text
     if path.exists():
         whole = path.is_dir() and (key == "tokenizer" or (path / "config.json").is_file())

@@ -1,23 +1,58 @@
-"""A stand-in for the Hugging Face hub: the part of its HTTP API that an upload of small files uses."""
+"""A stand-in for the Hugging Face hub: the part of its HTTP API that uploads and downloads of small files use."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 
 class Hub:
-    """Repositories by name: whether private, and files. ``token`` is the one that may write."""
+    """Repositories by name: whether private, and files. ``token`` is the one that may write. ``published``: files that
+    anyone may read, by repository (``datasets/owner/name`` or ``models/owner/name``), revision and path."""
 
     def __init__(self, token: str) -> None:
         self.token = token
         self.private: dict[str, bool] = {}
         self.files: dict[str, dict[str, bytes]] = {}
+        self.published: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.downloads: list[str] = []  # paths of the files that were read
         self.endpoint = ""
+
+    def read(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of a GET."""
+        of = r"(?P<name>(models|datasets)/[^/]+/[^/]+)"
+        asked = re.fullmatch(rf"/api/{of}/(?P<what>revision|tree)/(?P<revision>[^/]+)", path)
+        kind = "" if path.startswith("/datasets/") else "/models"
+        file = re.fullmatch(rf"/{of}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", kind + path)
+        found = asked or file
+        revisions = self.published.get(found["name"], {}) if found else {}
+        commits = {hashlib.sha1(revision.encode()).hexdigest(): revision for revision in revisions}
+        revision = unquote(found["revision"]) if found else ""
+        files = revisions.get(commits.get(revision, revision))
+        if files is None:
+            code = "RevisionNotFound" if revisions else "RepoNotFound"
+            return 404, {"X-Error-Code": code, "X-Error-Message": "not found"}, b""
+        sha = next(sha for sha, of in commits.items() if of == commits.get(revision, revision))
+        if file:
+            if file["file"] not in files:
+                return 404, {"X-Error-Code": "EntryNotFound"}, b""
+            content = files[file["file"]]
+            digest = hashlib.sha1(content).hexdigest()
+            return 200, {"ETag": f'"{digest}"', "X-Repo-Commit": sha}, content
+        if asked and asked["what"] == "revision":
+            about = {"id": asked["name"].partition("/")[2], "sha": sha, "siblings": [{"rfilename": f} for f in files]}
+            return 200, {}, json.dumps(about).encode()
+        tree = [
+            {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for f, c in files.items()
+        ]
+        return 200, {}, json.dumps(tree).encode()
 
     def answer(self, path: str, body: bytes, token: str | None) -> tuple[int, dict]:
         if token != f"Bearer {self.token}":
@@ -68,6 +103,19 @@ def serve(token: str) -> Iterator[Hub]:
                 self.send_header("X-Error-Message", said["error"])
             self.end_headers()
             self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            status, headers, content = hub.read(path)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+                hub.downloads += [path] if "/resolve/" in path else []
+
+        do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

@@ -286,7 +286,7 @@ def test_a_malformed_model_is_refused(name, message):
     engine = {"class_path": "x.Engine", "init_args": {"model": name}}
     for section, value in (("model", {"init_args": {"policy": name}}), ("data", {"engine": engine})):
         [line] = missing_files(Stage("x", "fit", "", Path("/none"), {section: value}, (), (), ()), ROOT)
-        assert message in line and line.endswith("give a Hugging Face folder, or owner/name of the hub")
+        assert message in line and line.endswith("give a Hugging Face folder, or owner/name[@revision] of the hub")
 
 
 def test_a_name_of_the_hub_passes():
