@@ -6,7 +6,7 @@ Both sides run one forward and backward pass over the same trajectories in float
 trajectories have random tokens and the lengths of the first 32 of smollm2_demonstrations (``smollm2_lengths.json``: the
 length of the prompt, then of sampled and observed spans in turn).
 The plain loop takes rows in the given order, pads them to the longest row of all, and computes logits and log-probs of
-every position. Ours has the settings of smollm2_grpo. Each measurement is a process of its own. The output is the
+every position. Ours has the settings of smollm2_grpo. Each measurement is a separate process. The output is the
 median of tokens per second (padding not counted), and the peak memory of the process, model and optimiser included.
 """
 

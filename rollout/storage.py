@@ -74,7 +74,7 @@ def save_trajectories(path: str | Path, trajectories: Sequence[Trajectory]) -> N
 
 
 def load_trajectories(path: str | Path) -> list[Trajectory]:
-    """Load trajectories from a parquet file, in the order in which ``save_trajectories`` wrote them.
+    """Load trajectories from a parquet file, in their order in the file.
 
     Raises FileNotFoundError, or TrajectoryFileError with the file and the wrong column or row.
     """

@@ -46,7 +46,7 @@ def anything_saved(stage: Path) -> list[Path]:
 
 
 def find_checkpoint(stage: Path, which: Literal["last", "best"] = "last") -> Path | None:
-    """Return the path of the stage's last (or best) checkpoint, or None if there is none yet."""
+    """Return the path of the stage's last (or best) checkpoint, or None before the first."""
     if which == "last":
         return next(iter(usable(stage)), None)
     link = Path(stage) / FOLDER / BEST

@@ -33,7 +33,7 @@ def submit(graph: Graph, context: RunContext, args: argparse.Namespace, ranks: R
     """Write a Slurm job file for an experiment and submit it. Prints the job's id, and how to watch and cancel the job.
 
     Raises:
-        ExperimentError: the user has to fix something first, or there is no sbatch (the file is written).
+        ExperimentError: the user has to fix something first, or sbatch is missing (the file is written).
         StageFailed: sbatch has refused the job.
     """
     target = graph.target()

@@ -24,8 +24,8 @@ WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")  # not the 
 
 
 def with_local_files(config: Config, root: Path) -> Config:
-    """Return a resolved configuration in which the hub's files are paths of the hub's cache. Downloads what the cache
-    lacks.
+    """Return a resolved configuration with paths of the hub's cache instead of names on the hub. Downloads files that
+    the cache lacks.
 
     Args:
         config: resolved configuration.

@@ -99,7 +99,7 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model and the tokenizer in a GGUF file. Its quantised weights become float32.
 
     Raises:
-        ValueError: the file is no GGUF file, or names a pre-tokenizer that transformers would replace by another.
+        ValueError: the file is not a GGUF file, or names a pre-tokenizer that transformers would replace by another.
     """
     import torch
     from gguf import GGUFReader

@@ -1,4 +1,4 @@
-"""Tokenizer and plain text of a generated world, from which a tiny model learns the language."""
+"""Tokenizer and plain text of a generated world, to teach a tiny model the language."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class AdvantageTransform(ConfigRepr):
 
     @property
     def adds_loss(self) -> bool:
-        """Whether ``loss`` may return a loss. By default: whether the class has one of its own."""
+        """Whether ``loss`` may return a loss. By default: whether the class defines one."""
         return type(self).loss is not AdvantageTransform.loss
 
     def check(self, algorithm: Algorithm) -> None:

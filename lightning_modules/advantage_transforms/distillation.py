@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Reference = Literal["first", "batch_median"]
 Gather = Callable[[Tensor], Tensor]  # [n] of this rank -> [N] of all ranks
-SHOWN_TURNS = 8  # turns with metrics of their own; the last turn has metrics, too
+SHOWN_TURNS = 8  # turns that have metrics; the last turn has metrics, too
 
 
 # ---------------------------------------------------------------------- values of turns: torch only, no gradient

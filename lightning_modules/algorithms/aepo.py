@@ -9,7 +9,7 @@ from lightning_modules.algorithms.grpo import GRPO
 
 
 class AEPO(GRPO):
-    """ARPO with larger advantages for tokens at which the policy is uncertain. The sampler implements the rollout half
+    """ARPO with larger advantages for tokens where the policy is uncertain. The sampler implements the rollout half
     of the method::
 
         A~_t = A_t (1 + entropy_weight z_t)        z: entropy of pi_old at t, standardised, see ``EntropyScaling``

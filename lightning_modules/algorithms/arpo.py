@@ -18,7 +18,7 @@ def attributed(attribution: Attribution) -> list[AdvantageTransform]:
 
 
 class ARPO(GRPO):
-    """GRPO on groups in which trajectories may branch from each other.
+    """GRPO on groups whose trajectories may branch from each other.
 
     The sampler (``data.rollouts.sampler``) implements ARPO: part of a group starts from the prompt, the rest branches
     off after tool results. All of them are one group. Without branches this is GRPO, bit for bit.

@@ -125,7 +125,7 @@ class PPO(OnPolicyModule):
         return False
 
     def check_data(self, data: Any) -> None:
-        """Refuse a data module that makes each turn a row of its own if a KL weight compares the turns of a
+        """Refuse a data module that makes each turn a separate row if a KL weight compares the turns of a
         trajectory."""
         super().check_data(data)
         check_rows(self.kl_weights, per_turn_prompts(data))

@@ -41,7 +41,7 @@ class TokenStats:
 
 
 class _Zero3Config:
-    """Stands in for transformers' HfDeepSpeedConfig, which needs accelerate."""
+    """Replaces transformers' HfDeepSpeedConfig, which needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -262,7 +262,7 @@ def output_head(model: PreTrainedModel) -> LMHead:
 
 
 def positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions (rows [N], columns [N]) at which the mask is not 0. Raises ValueError if column 0 is among
+    """Return the positions (rows [N], columns [N]) where the mask is not 0. Raises ValueError if column 0 is among
     them."""
     rows, columns = mask.nonzero(as_tuple=True)
     if columns.numel() and int(columns.min()) == 0:

@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb, executed cell by cell by a real kernel: the whole chain, with Lucene, engine and MLflow."""
+"""docs/quickstart.ipynb, executed cell by cell by a real kernel: SmolLM2, Lucene, engine and MLflow."""
 
 import json
 import re
@@ -33,13 +33,13 @@ def test_the_quickstart_notebook_runs_from_its_first_cell_to_its_last(tmp_path, 
         for name, cell in cells.items()
         if cell.cell_type == "code"
     }
-    assert re.search(r"│ SFT .*\n?.*│ GRPO ", shown["train"])
-    assert "shape: (2, 6)" in shown["table"] and "shape: (3, 6)" in shown["change"]
+    assert re.search(r"│ untrained .*\n?.*│ SFT .*\n?.*│ GRPO ", shown["train"])
+    assert "shape: (3, 6)" in shown["table"] and "shape: (3, 6)" in shown["change"]
     assert "MODEL:" in shown["one-trajectory"] and "reward: " in shown["one-trajectory"]
     assert "answer:" in shown["ask"] and "own" in shown["reward"]
-    for result in (tmp_path / "out" / "smoke").glob("*/result.json"):
+    for result in (tmp_path / "out" / "smollm2_grpo").glob("*/result.json"):
         for made in ("evaluation.json", "model/model.safetensors", "trajectories"):
             assert (result.parent / made).exists(), made
     with sqlite3.connect(tmp_path / "out" / "mlflow.db") as store:
         steps = store.execute("select max(step) from metrics where key = 'train/reward'").fetchone()
-    assert steps[0] == 1, "two iterations, counted from 0"
+    assert steps[0] == 0, "one iteration, counted from 0"

@@ -25,7 +25,7 @@ class Relation:
         all_words: more words of the passage, for a second attempt.
         phrases: wordings in a question; ``{x}`` is the place.
         part: the passage that tells it, the end of the passage's id.
-        follow: returns the place, or the text of the answer; None if there is none.
+        follow: returns the place, or the text of the answer; None if it is unknown.
         fact: returns the sentence that tells it.
     """
 

@@ -1,4 +1,4 @@
-"""Plain text about an invented world, from which a tiny model learns the language.
+"""Plain text about an invented world, to teach a tiny model the language.
 
 A model with random weights has read nothing and cannot even copy a name. The articles describe *another* world (same
 words, other facts), so they teach the language but none of the facts that questions ask about.

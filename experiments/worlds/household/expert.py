@@ -104,11 +104,11 @@ class Expert:
         return f"go to {receptacle}" if f"go to {receptacle}" in possible else f"open {receptacle}"
 
     def _find(self, kind: str, leave: tuple[str, ...]) -> tuple[str, str | None]:
-        """Return the receptacle in which an object of type ``kind`` was seen, and the object's name. Without one,
+        """Return the receptacle where an object of type ``kind`` was seen, and the object's name. Without one,
         return the next receptacle to look at, and None.
 
         Args:
-            leave: receptacles from which objects are not taken.
+            leave: receptacles whose objects are not taken.
         """
         for receptacle, things in self._seen.items():
             for thing in things:
@@ -134,7 +134,7 @@ class Expert:
         )
 
     def _not_from(self) -> tuple[str, ...]:
-        """Return the receptacles from which no target object is taken: the first of two targets stays at the
+        """Return the receptacles where no target object is taken: the first of two targets stays at the
         destination.
         """
         return (self._destination(),) if self.goal.task_type == TWO else ()

@@ -138,14 +138,14 @@ class Game:
             raise ValueError(f"no {goal.target} can be put into a {goal.destination}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the game as plain JSON data, from which ``from_json`` makes an equal game."""
+        """Return the game as plain JSON data; ``from_json`` makes an equal game of it."""
         receptacles = [asdict(receptacle) for receptacle in self.receptacles]
         items = [asdict(item) | {"properties": list(item.properties)} for item in self.items]
         return asdict(self.goal) | {"sentence": self.sentence, "receptacles": receptacles, "objects": items}
 
     @classmethod
     def from_json(cls, data: Any) -> Game:
-        """Return a game read from JSON data. Raises ValueError with what was found and what was expected."""
+        """Return a game read from JSON data. The ValueError names the found and the expected value."""
         found = validated(_GAME, data, "game")
         goal = Goal(found.task_type, found.target, found.destination, found.toggle)
         return cls(goal, found.sentence, found.receptacles, found.objects)

@@ -1,4 +1,4 @@
-"""A workshop in which a product must pass through its devices in the right order, which the agent is not told.
+"""A workshop where a product must pass through its devices in the right order, which the agent is not told.
 
 ``task.metadata["recipe"]`` lists the devices. The first observation is the question, which ends with "step 1". Every
 later observation ends with the next step, so the agent can read its progress but not the recipe. An action is a step
@@ -49,7 +49,7 @@ def recipe_of(task: Task) -> list[str]:
 
 
 class RecipeEpisode:
-    """Environment of one episode, in which the agent makes one product. Its measures are ``success`` (0 or 1) and
+    """Environment of one episode, where the agent makes one product. Its measures are ``success`` (0 or 1) and
     ``steps`` (devices used).
     """
 

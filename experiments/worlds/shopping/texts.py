@@ -1,4 +1,4 @@
-"""Plain text about visits to a shop, from which a tiny model learns the language."""
+"""Plain text about visits to a shop, to teach a tiny model the language."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANDOM_CLICKS = 0.5  # probability that an option or a product is chosen at rand
 
 
 def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) -> str:
-    """Return the text of a visit to the shop, in which half of the clicks are random.
+    """Return the text of a visit to the shop. Half of its clicks are random.
 
     It shows pages and the effects of actions, but not how to buy the wanted product. The results are the goal's product
     and others of its kind, without a search.
