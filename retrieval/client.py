@@ -185,7 +185,7 @@ class _Rejected(Exception):
 
 
 def _id(value: Any) -> Any:
-    """Return a document id as text. Other servers' ids may be numbers, or null, which becomes ""."""
+    """Return a document id as text if a server gave it as a whole number or null (""), and other values unchanged."""
     if value is None:
         return ""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -159,8 +159,8 @@ def log_softmax(head: LMHead, hidden: torch.Tensor, targets: torch.Tensor, tempe
 
 
 def chunked(setting: Setting) -> Finding:
-    """Compare log-probs, entropies and their gradients, in chunks and by log_softmax in the same precision, with
-    float64."""
+    """Measure the errors against float64 of log-probs, entropies and their gradients, once computed in chunks and
+    once by log_softmax in the same precision."""
     n, size, vocabulary = (64, 32, 1024) if setting.cpu else (1024, 1024, 151_936)
     device = "cpu" if setting.cpu else "cuda"
     torch.manual_seed(0)

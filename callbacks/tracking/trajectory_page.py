@@ -198,8 +198,9 @@ def _turn_lines(item: PageItem) -> list[str]:
 
 
 def _response(item: PageItem, tokenizer: PreTrainedTokenizerBase, span: slice) -> list[dict[str, Any]]:
-    """Return role, note and text of each response token, for the page template. Sampled tokens also have the sign of
-    the first signal (good, bad) and its size in percent of the largest."""
+    """Return role, note (shown on hovering) and text of each response token in ``span``, for the page's template. A
+    sampled token also has its underline: the sign of the first of the item's signals, and its size in percent of the
+    largest."""
     trajectory = item.trajectory
     versions = trajectory.token_versions
     several = len({*versions} - {-1}) > 1

@@ -108,10 +108,10 @@ class GenerateTrajectories:
         self._guard = FailureGuard(max_infrastructure_failures, max_consecutive_failures)
 
     def run(self, output_dir: Path) -> dict[str, Any]:
-        """Generate the missing chunks of trajectories and return a summary of all chunks. It holds counts, ``lost``
-        (ids of questions with trajectories that infrastructure failed in every attempt, ``failed`` in number),
-        ``correct_share``, ``mean_response_tokens`` (sampled tokens, of all and of the kept), ``kept/<data source>`` and
-        ``seconds``.
+        """Generate the chunks of trajectories that are missing, and return a summary of all chunks: counts
+        (``failed``: trajectories that infrastructure failed in every attempt), ``lost`` (ids of their questions),
+        ``correct_share``, ``mean_response_tokens`` and ``mean_response_tokens_kept`` (sampled tokens), ``kept/<data
+        source>`` and ``seconds``.
 
         Raises:
             DatasetError: a question file is wrong, or no trajectory was kept.
@@ -181,8 +181,8 @@ class GenerateTrajectories:
     def _roll_out(
         self, tasks: list[Task], seed: int, mode: PromptMode, on_progress: Callable[[int, int], None]
     ) -> list[Trajectory]:
-        """Return trajectories of all tasks. Those that infrastructure failed are rolled out again, with the same seeds,
-        up to RETRIES times.
+        """Return trajectories of all tasks. A question with trajectories that infrastructure failed is rolled out
+        again, with the same seeds, up to RETRIES times, and these trajectories are replaced.
         """
 
         def attempt(asked: list[Task], on_progress: Callable[[int, int], None] | None = None) -> list[Trajectory]:

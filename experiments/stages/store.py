@@ -135,7 +135,7 @@ class StageFolder:
         return read_json(path) if path.is_file() else {}
 
     def has_weights(self) -> bool:
-        """Return whether the stage's folder has checkpoints, complete or not, or an exported model."""
+        """Return whether the stage's folder has an exported model or a checkpoint, even a damaged or renamed one."""
         return bool(anything_saved(self.path)) or (self.path / MODEL).exists()
 
     def prepare(self, stage: Stage, metadata: dict[str, Any], *, keep: bool) -> Path | None:

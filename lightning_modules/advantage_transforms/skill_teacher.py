@@ -168,8 +168,8 @@ class SkillTeacher(AdvantageTransform):
         return injections, prompts
 
     def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
-        """Return the advantages and the inputs of ``loss``, given the self-teacher's log-probs. No gradient. Every rank
-        must call."""
+        """Return the advantages and the inputs of ``loss``, once ``inputs`` holds the self-teacher's log-probs. By
+        default both are unchanged. No gradient. Every rank must call."""
         return advantages, inputs
 
     def prompt_with_skills(self, algorithm: Algorithm, trajectory: Trajectory, skills: str) -> Sequence[int]:

@@ -139,8 +139,8 @@ def stage3_fragments(sizes: Mapping[str, int], rank: int, ranks: int) -> list[Fr
 
 
 def stage2_fragments(mappings: Sequence[Mapping[str, Any]], rank: int) -> list[Fragment]:
-    """Return where ZeRO-2 stores each parameter's slice in a rank's flat tensor. A parameter group is one flat tensor,
-    cut into equal parts, also inside a parameter.
+    """Return where ZeRO-2 stores each parameter's slice in a rank's flat tensor. ZeRO-2 joins the parameters of a
+    group to one flat tensor and cuts it into equal parts, one per rank; a cut may fall inside a parameter.
 
     Args:
         mappings: of every rank up to this one: by name, an address with ``start`` (in the rank's part) and ``numel``.

@@ -30,9 +30,10 @@ class NonFiniteError(ValueError):
 
 
 def backward(module: L.LightningModule, loss: torch.Tensor) -> None:
-    """Accumulate the gradient of a loss that was divided by *global* counts.
+    """Accumulate the gradient of a loss that was divided by counts over all ranks: multiply it by the number of
+    ranks first.
 
-    DDP, FSDP and DeepSpeed average gradients over ranks; multiplying by the world size makes that average the sum.
+    DDP, FSDP and DeepSpeed average gradients over ranks; the factor makes that average the sum.
     """
     module.manual_backward(loss * ranks.world_size())
 

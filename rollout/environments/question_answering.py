@@ -80,8 +80,8 @@ class QuestionAnsweringEnvironment:
         return None
 
     async def resume(self, turns: Sequence[Turn], calls: Sequence[ToolCall]) -> float | None:
-        """Continue an episode after its earlier tool ``calls``, which count for the limits. Returns no reward so
-        far."""
+        """Continue an episode after earlier tool ``calls``. The executed ones count for the limits. Returns None: no
+        reward is known yet."""
         self._used = Counter(call.request.name for call in calls if call.executed)
         return None
 

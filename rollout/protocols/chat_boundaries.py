@@ -147,7 +147,8 @@ class ChatBoundaries:
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
 
     def takes_results(self, called: Sequence[str], count: int) -> bool:
-        """Return whether the template writes ``count`` tool messages after calls of the tools ``called``."""
+        """Return whether the chat template shows ``count`` tool messages after a turn that calls the tools named in
+        ``called``."""
         texts = [f"result {index}" for index in range(count)]
         try:
             text = self.text_after([{"role": "tool", "content": content} for content in texts], called=called)

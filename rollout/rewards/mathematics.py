@@ -105,7 +105,8 @@ def _balanced(text: str) -> bool:
 
 
 def _words(text: str) -> str | None:
-    """Return the text in lower case if it consists of words, marked as text or of at least three letters; else None."""
+    """Return the text in lower case if it consists of words, else None. Without LaTeX's mark of text it needs at
+    least three characters."""
     marked = _TEXT.fullmatch(text)
     inner = marked.group(1).strip() if marked else text
     if not _WORDS.fullmatch(inner) or (not marked and len(inner) < 3):

@@ -180,7 +180,8 @@ class AEPOSampler(BranchingSampler):
         return await self.sample_tree(group, n, self.roots(n, after_prompt, after_results), [probe])
 
     def roots(self, n: int, after_prompt: Sequence[float], after_results: Sequence[float]) -> int:
-        """Return m, the number of trajectories that start from the prompt, from the probe's entropies."""
+        """Return how many of a group's n trajectories start from the prompt; the others fork. It depends on the
+        entropies that the first trajectory (the probe) had after the prompt and after results."""
         difference = 0.0
         if after_prompt and after_results:
             difference = after_prompt[0] - sum(after_results) / len(after_results)

@@ -15,7 +15,7 @@ _SHOWN = re.compile(rf"^{TOTAL} = (-?\d{{1,4000}})$", re.MULTILINE)  # int() tak
 
 
 def shown_total(text: str) -> int | None:
-    """Return the last total that a notebook cell's result shows, or None."""
+    """Return the total of the last line ``t = NUMBER`` in a notebook cell's result, or None."""
     found = _SHOWN.findall(text)
     return int(found[-1]) if found else None
 

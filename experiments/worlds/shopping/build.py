@@ -32,7 +32,7 @@ class ShopTask(ABC):
 
     @abstractmethod
     def splits(self, catalogue: Catalogue) -> Mapping[str, Sequence[Task]]:
-        """Return the shopping tasks of each split. The split is the name of its question file."""
+        """Make the shopping tasks of each split. A split's name is that of the question file to write."""
 
     def run(self, output_dir: Path) -> dict[str, Any]:
         """Write the products, the search corpus and the question files of a shop to ``output_dir``. They are

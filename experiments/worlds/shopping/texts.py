@@ -43,7 +43,8 @@ def visited(catalogue: Catalogue, goal: Goal, rng: random.Random, shown: int) ->
 
 
 def label(catalogue: Catalogue, rng: random.Random) -> str:
-    """Return a random text that a shop's page shows: a product's number, its kind, or a value to choose."""
+    """Return a random text that a shop's page shows: a product's number, search query or attribute, or a value of
+    one of its options."""
     product = rng.choice(catalogue.products)
     values = [value for option in product.options for value in option.values]
     return rng.choice((product.asin, product.asin.lower(), product.query, rng.choice(product.attributes), *values))

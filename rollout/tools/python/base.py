@@ -82,7 +82,7 @@ def dedented(text: str) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text without terminal escapes, control and invisible characters, and carriage returns.
+    """Return a text without terminal escapes, control and invisible characters. Carriage returns become line ends.
 
     >>> readable("\\x1b[31mred\\x1b[0m\\r\\n50%\\r100%\\x00")
     'red\\n50%\\n100%'

@@ -46,8 +46,8 @@ def isolate(wanted: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def takes_uid(uid: int) -> bool:
-    """Return whether sandboxed programs can run as user ``uid``. Root can change its user outside of most user
-    namespaces. Where the old root stays in view, that user must be able to read the standard library."""
+    """Return whether sandboxed programs can run as user ``uid``: this process may change its user (root may, except
+    in most user namespaces), and that user can read the standard library."""
     pid = os.fork()
     if not pid:
         try:
@@ -61,8 +61,8 @@ def takes_uid(uid: int) -> bool:
 
 
 def arrange(options: dict, mechanisms: list[str], failures: dict[str, str]) -> worker.Confinement:
-    """Load the standard library and restrict the file system. Returns the confinement that programs apply to
-    themselves."""
+    """Prepare the sandbox's server before it forks programs: load the standard library and restrict the file system.
+    Returns the settings by which each program then confines itself."""
     wanted, paths = options["mechanisms"], options["paths"]
     sys.path += options["search"]
     view.preload(options["packages"])
