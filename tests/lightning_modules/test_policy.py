@@ -12,7 +12,7 @@ from lightning_modules.maths.divergences import forward_kl, make_divergence, rev
 from lightning_modules.models import projection
 from lightning_modules.models.policy import ValueModel, load_causal_lm, named_weights, token_logprobs
 from lightning_modules.models.projection import LMHead, TokenStatistics
-from tests.lightning_modules.helpers import make_trajectories
+from tests.lightning_modules.helpers import VOCABULARY, make_trajectories
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,23 @@ def test_against_the_models_own_logits(model, batch):
             assert stats.logprobs[i, t].item() == pytest.approx(on * logprobs[t - 1, ids[0, t]].item(), abs=1e-4)
             assert stats.entropy[i, t].item() == pytest.approx(on * entropy[t - 1].item(), abs=1e-4)
         assert stats.logprobs[i, length:].abs().sum() == 0
+
+
+def test_a_model_of_the_shape_of_qwen35(batch, tmp_path):
+    """Three layers of four carry a state along the row instead of attention: padding behind the row must not matter."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    config = Qwen3_5TextConfig(
+        **shape, **heads, linear_value_head_dim=16, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2
+    )
+    Qwen3_5ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path))
+    assert "linear_attention" in model.config.layer_types
+    test_against_the_models_own_logits(model, batch)
+    token_logprobs(model, batch, chunk=7).logprobs.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("chunk", [7])
