@@ -27,7 +27,8 @@ def test_the_quickstart_notebook_runs_from_its_first_cell_to_its_last(tmp_path, 
     folder = tmp_path / "kernels" / "here"
     folder.mkdir(parents=True)
     (folder / "kernel.json").write_text(json.dumps(spec))
-    NotebookClient(notebook, timeout=3600, kernel_name="here", resources={"metadata": {"path": ROOT / "docs"}}).execute()
+    place = {"metadata": {"path": ROOT / "docs"}}
+    NotebookClient(notebook, timeout=3600, kernel_name="here", resources=place).execute()
     shown = {
         name: "".join(out.get("text") or out.data["text/plain"] for out in cell.outputs)
         for name, cell in cells.items()

@@ -42,8 +42,8 @@ def test_a_model_of_the_shape_of_qwen35(batch, tmp_path):
     """Three layers of four carry a state along the row instead of attention: padding behind the row must not matter."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "head_dim": 16}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     config = Qwen3_5TextConfig(
         **shape, **heads, linear_value_head_dim=16, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2
     )
