@@ -91,6 +91,6 @@ def _download(name: str, revision: str | None, kind: str, wanted: tuple[str, ...
     except (HFValidationError, OSError) as error:
         at = f"{name}@{revision}" if revision else name
         raise ExperimentError(
-            f"{where}: {kind} {at} of the hub: {one_line(error).rstrip('.')}. Check the name and the network (mirror: HF_ENDPOINT; "
-            "gated: HF_TOKEN), or give a local path"
+            f"{where}: {kind} {at} of the hub: {one_line(error).rstrip('.')}. Check the name and the network "
+            "(mirror: HF_ENDPOINT; gated: HF_TOKEN), or give a local path"
         ) from None
