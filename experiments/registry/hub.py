@@ -7,6 +7,7 @@ A model is ``owner/name@revision``; without ``@revision`` whoever loads it asks 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def with_local_files(config: Config, root: Path) -> Config:
 
 
 def _data(uri: str, where: str) -> str:
+    """Return the path of a data set's file or folder in the hub's cache."""
     found = DATA.fullmatch(uri.removeprefix(DATASETS)) if uri.startswith(DATASETS) else None
     if found is None:
         raise ExperimentError(f"{where} is {uri}; expected {DATASETS}owner/name[@revision][/file or folder]")
@@ -83,14 +85,21 @@ def _files(name: str, revision: str | None) -> str:
 
 def _download(name: str, revision: str | None, kind: str, wanted: tuple[str, ...], where: str) -> str:
     """Return the folder of a repository's revision in the hub's cache, with the files whose names match."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(wanted))
+        return _snapshot(name, revision, kind, wanted)
     except (HFValidationError, OSError) as error:
         at = f"{name}@{revision}" if revision else name
         raise ExperimentError(
             f"{where}: {kind} {at} of the hub: {one_line(error).rstrip('.')}. Check the name and the network "
             "(mirror: HF_ENDPOINT; gated: HF_TOKEN), or give a local path"
         ) from None
+
+
+@cache
+def _snapshot(name: str, revision: str | None, kind: str, wanted: tuple[str, ...]) -> str:
+    """Ask the hub once per process, so that all stages of a command get the same commit of a branch."""
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(wanted))

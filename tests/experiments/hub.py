@@ -12,6 +12,20 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 
+GET = re.compile(
+    r"(/api)?/((?P<kind>models|datasets)/)?(?P<name>[^/]+/[^/]+)"
+    r"/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)(/(?P<file>.+))?"
+)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def commit(revision: str) -> str:
+    """The id of the commit that a branch or tag names."""
+    return digest(revision.encode())
+
 
 class Hub:
     """Repositories by name: whether private, and files. ``token`` is the one that may write. ``published``: files that
@@ -27,32 +41,24 @@ class Hub:
 
     def read(self, path: str) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of a GET."""
-        of = r"(?P<name>(models|datasets)/[^/]+/[^/]+)"
-        asked = re.fullmatch(rf"/api/{of}/(?P<what>revision|tree)/(?P<revision>[^/]+)", path)
-        kind = "" if path.startswith("/datasets/") else "/models"
-        file = re.fullmatch(rf"/{of}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", kind + path)
-        found = asked or file
-        revisions = self.published.get(found["name"], {}) if found else {}
-        commits = {hashlib.sha1(revision.encode()).hexdigest(): revision for revision in revisions}
-        revision = unquote(found["revision"]) if found else ""
-        files = revisions.get(commits.get(revision, revision))
-        if files is None:
+        found = GET.fullmatch(path)
+        kind = found and (found["kind"] or "models")
+        revisions = self.published.get(f"{kind}/{found['name']}", {}) if found else {}
+        revision = next((r for r in revisions if found and unquote(found["revision"]) in (r, commit(r))), None)
+        if found is None or revision is None:
             code = "RevisionNotFound" if revisions else "RepoNotFound"
             return 404, {"X-Error-Code": code, "X-Error-Message": "not found"}, b""
-        sha = next(sha for sha, of in commits.items() if of == commits.get(revision, revision))
-        if file:
-            if file["file"] not in files:
-                return 404, {"X-Error-Code": "EntryNotFound"}, b""
-            content = files[file["file"]]
-            digest = hashlib.sha1(content).hexdigest()
-            return 200, {"ETag": f'"{digest}"', "X-Repo-Commit": sha}, content
-        if asked and asked["what"] == "revision":
-            about = {"id": asked["name"].partition("/")[2], "sha": sha, "siblings": [{"rfilename": f} for f in files]}
+        files = revisions[revision]
+        if found["what"] == "revision":
+            about = {"id": found["name"], "sha": commit(revision), "siblings": [{"rfilename": file} for file in files]}
             return 200, {}, json.dumps(about).encode()
-        tree = [
-            {"type": "file", "path": f, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for f, c in files.items()
-        ]
-        return 200, {}, json.dumps(tree).encode()
+        if found["what"] == "tree":
+            tree = [{"type": "file", "path": f, "size": len(c), "oid": digest(c)} for f, c in files.items()]
+            return 200, {}, json.dumps(tree).encode()
+        content = files.get(found["file"])
+        if content is None:
+            return 404, {"X-Error-Code": "EntryNotFound"}, b""
+        return 200, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": commit(revision)}, content
 
     def answer(self, path: str, body: bytes, token: str | None) -> tuple[int, dict]:
         if token != f"Bearer {self.token}":

@@ -26,6 +26,10 @@ def batch():
 
 
 def test_against_the_models_own_logits(model, batch):
+    equals_own_logits(model, batch)
+
+
+def equals_own_logits(model, batch):
     stats = token_logprobs(model, batch, chunk=4, temperature=0.7)
     for i, length in enumerate(batch.lengths.tolist()):
         ids = batch.input_ids[i : i + 1, :length]  # alone, without padding
@@ -50,7 +54,7 @@ def test_a_model_of_the_shape_of_qwen35(batch, tmp_path):
     Qwen3_5ForCausalLM(config).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path))
     assert "linear_attention" in model.config.layer_types
-    test_against_the_models_own_logits(model, batch)
+    equals_own_logits(model, batch)
     token_logprobs(model, batch, chunk=7).logprobs.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from experiments.commands.cli import main
 from experiments.registry.errors import ExperimentError
-from experiments.registry.hub import with_local_files
+from experiments.registry.hub import _snapshot, with_local_files
 from tests.end_to_end.test_own_data import write_own
 from tests.experiments.hub import serve
 
@@ -20,6 +20,7 @@ DATA = "hf://datasets/lab/qa"
 def hub(tmp_path, monkeypatch, model_dir):
     """The model, questions and a corpus of the own-data tests at revision v1, and other questions in main."""
     write_own(tmp_path)
+    _snapshot.cache_clear()
     with serve("hf_right") as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.endpoint)
         files = found.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -51,6 +52,7 @@ def test_an_experiment_on_a_model_and_data_of_the_hub(hub, tmp_path, monkeypatch
     said = capsys.readouterr().out
     assert "40 passages" in said and "train 32, val 4, test 4" in said and "Where was Person 0 born?" in said
     read = len(hub.downloads)
+    _snapshot.cache_clear()  # as in another process
     assert not any("onnx" in path for path in hub.downloads)
     assert main(words) == 0 and len(hub.downloads) == read, "the second run reads the cache"
 
