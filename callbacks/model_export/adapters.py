@@ -6,6 +6,7 @@ Names are those of the model that was trained: ``model.layers.0.self_attn.q_proj
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 FOLDER = "adapter"  # beside the merged weights of an export; transformers and vLLM look for no adapter there
+CACHED = re.compile(r"/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)/?$")
 PREFIX = "base_model.model."  # peft's own wrapper, in the names of its files
 
 
@@ -47,12 +49,13 @@ def merge_into(source: str, adapters: Mapping[str, torch.Tensor], settings: Mapp
 
 
 def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: Mapping[str, Any], base: str) -> None:
-    """Write LoRA adapters to ``folder`` in PEFT's format, for ``peft.PeftModel.from_pretrained(base_model,
-    folder)``."""
+    """Write LoRA adapters to ``folder`` in PEFT's format, for ``peft.PeftModel.from_pretrained(base_model, folder)``.
+    A base in the hub's cache is named as the hub names it, because other machines have no such folder."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    cached = CACHED.search(base)
     named = {PREFIX + name.replace(".default.", "."): tensor.contiguous() for name, tensor in adapters.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     LoraConfig(
@@ -61,7 +64,8 @@ def write_adapter(folder: Path, adapters: Mapping[str, torch.Tensor], settings: 
         target_modules=sorted({name.removesuffix(A).removesuffix(B) for name in adapters}),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=f"{cached['owner']}/{cached['name']}" if cached else base,
+        revision=cached["revision"] if cached else None,
         inference_mode=True,
     ).save_pretrained(str(folder))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from callbacks.evaluation.evaluation import Evaluation
-from callbacks.model_export.adapters import read_adapter
+from callbacks.model_export.adapters import read_adapter, write_adapter
 from callbacks.model_export.checkpoints import checkpoint_weights, export_checkpoint
 from callbacks.model_export.exporter import Export
 from callbacks.training.resume import IterationCheckpoint, find_checkpoint, size_of
@@ -75,3 +77,18 @@ def test_a_checkpoint_holds_adapters_and_is_merged_from_files(run, tmp_path, mod
         with pytest.raises(ValueError, match="the adapters are not of the model at .*name the experiment"):
             export_checkpoint(checkpoint, tmp_path / "none", str(wrong))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_base_in_the_hubs_cache_is_named_as_the_hub_names_it(tmp_path):
+    weights = {
+        f"model.layers.0.self_attn.q_proj.{end}": torch.ones(2, 2)
+        for end in ("lora_A.default.weight", "lora_B.default.weight")
+    }
+    for base, expected in {
+        "/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2": ("Qwen/Qwen3-0.6B", "c1899de2"),
+        "/models/Qwen3-0.6B": ("/models/Qwen3-0.6B", None),
+        "Qwen/Qwen3-0.6B": ("Qwen/Qwen3-0.6B", None),
+    }.items():
+        write_adapter(tmp_path, weights, {"rank": 2, "alpha": 4}, base)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["revision"]) == expected
