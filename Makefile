@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help examples help-launch setup lock alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help examples help-launch setup lock alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data agent-check size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## print this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -120,6 +120,9 @@ check-data: setup ## read questions, traces and corpus; report faults and length
 
 size: setup ## estimate GPU memory by component; GPUS=1,8 GPU=4090
 	@$(RUN) size $(EXP) $(if $(GPUS),--gpus $(GPUS)) $(if $(GPU),--gpu $(GPU)) $(ARGS)
+
+agent-check: setup ## run an agent program once and show its rows; Q="..." CKPT=path
+	@$(RUN) agent-check $(EXP) $(SEED_FLAG) $(if $(Q),--question "$$Q") $(if $(CKPT),--checkpoint "$(CKPT)") $(ARGS)
 
 ask: setup ## ask a trained model a question; Q="..."
 	@$(RUN) ask $(EXP) $(SEED_FLAG) $(if $(Q),--question "$$Q") $(ARGS)

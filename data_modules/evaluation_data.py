@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -39,6 +39,12 @@ def check_tasks(rollouts: RolloutSystem, tasks: Sequence[Task], *, inject_skills
             check(tasks)
     except ValueError as error:
         raise DatasetError(str(error)) from error
+
+
+def refuse_for_programs(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that read or write prompts, which a program writes itself."""
+    if names := [name for name, value in options.items() if value]:
+        raise ValueError(f"data has {', '.join(names)}, but rollouts.program writes the prompts; leave it out")
 
 
 def as_list(name: str, paths: Sequence[str]) -> list[str]:
@@ -122,6 +128,9 @@ class EvaluationData(L.LightningDataModule):
             )
         if len(set(diagnostic_prompts)) != len(diagnostic_prompts):
             raise ValueError(f"diagnostic_prompts has the same name twice: {', '.join(diagnostic_prompts)}")
+        if rollouts is not None and rollouts.program is not None:
+            refused = {"diagnostic_prompts": diagnostic_prompts, "max_eval_prompt_tokens": max_eval_prompt_tokens}
+            refuse_for_programs(refused)
         self.rollouts = rollouts
         protocol = None if rollouts is None else rollouts.protocol
         answers = rollouts is None or rollouts.needs_answers
@@ -296,7 +305,7 @@ class EvaluationData(L.LightningDataModule):
         """
         inject_skills = self.eval_skills if inject_skills is None else inject_skills
         sampled = self._rollout(split, tasks, what, sampler, inject_skills=inject_skills, test=split == "test")
-        return [t for t in sampled if not t.failed_by_infrastructure]
+        return [t for t in sampled if not t.left_out]
 
     def _evaluate(self, split: Split, tasks: list[Task], mode: PromptMode) -> list[Trajectory]:
         agent = split == "test" and mode is PromptMode.AGENT

@@ -10,7 +10,7 @@ from common.ranges import NonNegativeInt, PositiveInt
 from common.seeds import derive_seed
 from data_modules.datasets.files import DatasetError
 from data_modules.datasets.ground_truths import ABILITIES
-from data_modules.evaluation_data import Split, as_list
+from data_modules.evaluation_data import Split, as_list, refuse_for_programs
 from data_modules.loading.decoding import UNCHANGED, Decoding
 from data_modules.loading.failure_guard import FailureGuard
 from data_modules.loading.loaders import TrainLoader, fingerprint, permutation
@@ -110,6 +110,8 @@ class RolloutDataModule(TrainingData):
         if rollouts.sleep_mode:
             check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
         check_groups(group_size, dynamic_sampling)
+        if rollouts.program is not None:
+            refuse_for_programs({"max_prompt_tokens": max_prompt_tokens})
         if abilities is not None and (not abilities or not set(abilities) <= set(ABILITIES)):
             raise ValueError(f"abilities is {abilities}; expected some of {', '.join(ABILITIES)}, or null for all")
         self.abilities = abilities
@@ -323,4 +325,4 @@ class RolloutDataModule(TrainingData):
 
 def differs(group: Sequence[Trajectory]) -> bool:
     """Return whether the rewards in a group of trajectories differ. Infrastructure failures do not count."""
-    return len({t.reward.total for t in group if t.reward is not None and not t.failed_by_infrastructure}) > 1
+    return len({t.reward.total for t in group if t.reward is not None and not t.left_out}) > 1

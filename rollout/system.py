@@ -20,6 +20,9 @@ from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
 from rollout.loop.agent_loop import AgentLoop, Budgets, FirstPrompts, Request
 from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
+from rollout.programs.base import Program
+from rollout.programs.loop import ProgramLoop
+from rollout.programs.protocol import ProgramProtocol
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text_protocol import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
@@ -63,9 +66,13 @@ class RolloutSystem:
         engine: samples tokens.
         protocol: writes prompts and parses the model's text into actions.
         environment: executes the calls.
+        program: plays the tasks instead of an environment: your own agent, which asks the model for turns
+            (docs/own_agent.md). Takes a ``ProgramProtocol``. ``final_turn`` and ``max_observation_tokens`` then have no
+            effect, because the program decides what it asks.
         reward: scores finished trajectories, in a thread (an ``AsyncReward``: in the event loop). None: the environment
-            gives the reward.
-        max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused.
+            or the program gives the reward.
+        max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused. Of a
+            program: turns in all.
         max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
         max_length: prompt and response together; by default ``engine.max_length``.
         concurrency: trajectories in flight at once. Earlier prompts go first, including their forks.
@@ -94,7 +101,7 @@ class RolloutSystem:
         self,
         engine: Engine,
         protocol: ChatProtocol,
-        environment: EnvironmentFactory,
+        environment: EnvironmentFactory | None = None,
         reward: RewardFunction | AsyncReward | None = None,
         max_turns: NonNegativeInt = 4,
         max_turn_tokens: PositiveInt = 500,
@@ -112,6 +119,7 @@ class RolloutSystem:
         test_limits: TestLimits | None = None,
         step_timeout_s: PositiveFloat | None = 3600.0,
         sleep_mode: bool = False,
+        program: Program | None = None,
     ) -> None:
         if sleep_mode:
             check_sleep(engine, in_flight_updates)
@@ -123,8 +131,8 @@ class RolloutSystem:
             max_length = getattr(engine, "max_length", None)
         tokens = (max_turn_tokens, max_observation_tokens, max_response_tokens, max_length)
         self.budgets = Budgets(max_turns, *tokens, final_turn, step_timeout_s, limit_eos)
-        check_tools(environment, protocol.tools, type(protocol).__name__)
-        self.engine, self.protocol, self.environment, self.reward = engine, protocol, environment, reward
+        self.engine, self.protocol, self.reward = engine, protocol, reward
+        self.environment, self.program = environment, program
         self.sampler: Sampler = sampler or IndependentSampler()
         if getattr(protocol, "per_turn_prompts", False):
             check_forks(self.sampler, type(protocol).__name__)
@@ -143,7 +151,25 @@ class RolloutSystem:
         if getattr(protocol, "per_turn_prompts", False):
             warn_of_early_ends(self.budgets)
         self.skills = skills
-        self.agent_loop = AgentLoop(engine, protocol, environment, self.budgets, entropy_tokens, top_logprobs, skills)
+        self.agent_loop: AgentLoop | ProgramLoop
+        if program is not None:
+            if environment is not None:
+                raise ValueError("rollouts has an environment and a program; give one of them")
+            if not isinstance(protocol, ProgramProtocol):
+                raise ValueError(
+                    f"a program needs a ProgramProtocol as rollouts.protocol; found {type(protocol).__name__}"
+                )
+            check_forks(self.sampler, "a program")
+            refused = {"skills": skills is not None, "entropy_tokens": entropy_tokens, "limit_eos": limit_eos}
+            if names := [name for name, given in refused.items() if given]:
+                raise ValueError(f"rollouts has {', '.join(names)}, which a program does not take; leave it out")
+            self.agent_loop = ProgramLoop(engine, protocol, program, self.budgets, scored=reward is not None)
+        elif environment is None or isinstance(protocol, ProgramProtocol):
+            raise ValueError("rollouts has no program; give one, or an environment and a protocol that writes prompts")
+        else:
+            check_tools(environment, protocol.tools, type(protocol).__name__)
+            settings = (self.budgets, entropy_tokens, top_logprobs, skills)
+            self.agent_loop = AgentLoop(engine, protocol, environment, *settings)
         self._test_loop = self.agent_loop
         if test_limits is not None:
             self._test_loop = self.agent_loop.with_budgets(test_limits.applied(self.budgets))
@@ -164,14 +190,14 @@ class RolloutSystem:
 
     @property
     def needs_answers(self) -> bool:
-        """Whether tasks need gold answers. They do not if the environment scores its episodes itself."""
-        return not scores_itself(self.environment)
+        """Whether tasks need gold answers. They do not if the environment or the program scores its episodes itself."""
+        return self.reward is not None if self.environment is None else not scores_itself(self.environment)
 
-    def first_prompts(self, *, inject_skills: bool = True, test: bool = False) -> FirstPrompts:
-        """Return the object that writes the first prompt of each trajectory; ``inject_skills`` and ``test`` as in
-        ``rollout``."""
-        loop = self._test_loop if test else self.agent_loop
-        return loop.first_prompts if inject_skills else dataclasses.replace(loop.first_prompts, skills=None)
+    def first_prompts(self, *, inject_skills: bool = True, test: bool = False) -> FirstPrompts | None:
+        """Return the object that writes the first prompt of each trajectory, or None if a program does;
+        ``inject_skills`` and ``test`` as in ``rollout``."""
+        prompts = (self._test_loop if test else self.agent_loop).first_prompts
+        return prompts if inject_skills or prompts is None else dataclasses.replace(prompts, skills=None)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -351,7 +377,8 @@ class RolloutSystem:
     async def _start(self) -> None:
         if self.skills is not None:
             self.skills.check(token_counter(self.protocol.tokenizer), control_tokens(self.protocol.tokenizer))
-        for part in (self.environment, self.reward):
+        loop = self.agent_loop if isinstance(self.agent_loop, ProgramLoop) else None
+        for part in (self.environment, self.program, self.reward, loop):
             if isinstance(part, Startable):
                 await part.start()
         await self.engine.start()
@@ -377,7 +404,11 @@ class RolloutSystem:
             stack.push_async_callback(self.engine.close)
             if isinstance(self.reward, AsyncReward):
                 stack.push_async_callback(self.reward.close)
-            stack.push_async_callback(self.environment.close)
+            for part in (self.environment, self.program):
+                if part is not None:
+                    stack.push_async_callback(part.close)
+            if isinstance(self.agent_loop, ProgramLoop):
+                stack.push_async_callback(self.agent_loop.close)
 
     @property
     def _running_thread(self) -> EventLoopThread:
@@ -396,7 +427,7 @@ class RolloutSystem:
         sampler: Sampler,
         deliver: Callable[[Trajectory], None],
         batch: int = -1,
-        loop: AgentLoop | None = None,
+        loop: AgentLoop | ProgramLoop | None = None,
     ) -> None:
         """Roll out ``n`` trajectories per task and pass each to ``deliver`` once it is finished. ``batch``: lower
         numbers go first; -1 is for ``stream``, whose caller waits."""

@@ -11,7 +11,8 @@ Token ids are never decoded, edited and tokenised again: new text (an observatio
 appended.  All spans are half-open ``[start, end)`` offsets into ``response_ids``.
 
 A protocol with per-turn prompts (a window of history, as in verl-agent) gives each turn its own ``prompt_ids``. Then
-``response_ids`` contains only the sampled turns, and models read the *rows* that ``split_turns`` returns.
+``response_ids`` contains only the sampled turns, and models read the *rows* that ``split_turns`` returns. An agent
+program with several conversations has one after the other in ``response_ids``; the first turn of each has its prompt.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class StopReason(StrEnum):
     LENGTH = "length"  # the token budget of the response was used up
     ENVIRONMENT_DONE = "environment_done"  # the environment ended the episode
     INFRASTRUCTURE = "infrastructure"  # a tool or the engine failed, not through the model's fault
+    PROGRAM_DONE = "program_done"  # the agent program returned
+    PROGRAM_FAILED = "program_failed"  # it raised or died
+    PROGRAM_TIMEOUT = "program_timeout"  # its time was over
+    UNSCORED = "unscored"  # it ended without a reward
 
 
 class ActionKind(StrEnum):
@@ -95,6 +100,7 @@ class CallOutcome(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # not the model's fault; the trajectory is left out of statistics
 
 
+LEFT_OUT = frozenset({StopReason.INFRASTRUCTURE, StopReason.UNSCORED})
 EXECUTED = frozenset({CallOutcome.OK, CallOutcome.EMPTY, CallOutcome.ERROR, CallOutcome.TIMEOUT})
 LARGEST = 3.4e38  # about the largest float32
 ENDED_HERE = "the trajectory ended here"  # start of the detail of calls in the last turn, which are not executed
@@ -241,7 +247,7 @@ class Turn:
     entropy: float | None = None
     # Probability of a fork at the turn's start, or None (rollout.samplers.branching).
     branch_probability: float | None = None
-    # The turn's own prompt, with per-turn prompts; see the module docstring.
+    # The turn's own prompt, with per-turn prompts, or its conversation's; see the module docstring.
     prompt_ids: tuple[int, ...] | None = None
     reward: float = 0.0  # the environment's reward for this turn; rewards of a reward function are not included
     version_runs: Runs = ()  # (policy version, tokens) in order, where the weights changed in its middle
@@ -367,7 +373,7 @@ class Trajectory:
     # the requests of a branch's parent. None if unknown.
     tokens_computed: int | None = None
     episode: Trajectory | None = None  # of a row: the trajectory that the row is part of (never stored)
-    row: int | None = None  # of a row: its turn's index in the episode
+    row: int | None = None  # of a row: the index of its first turn in the episode
     # Position in the rollout batch of all ranks, if groups were moved between ranks
     # (data_modules.loading.token_balance); never stored.
     batch_index: int | None = None
@@ -395,14 +401,15 @@ class Trajectory:
         return f"{self.group}/{self.index}"
 
     @property
-    def failed_by_infrastructure(self) -> bool:
-        """Whether an infrastructure failure ended the trajectory. Every statistic and the gradient leave it out."""
-        return self.stop_reason is StopReason.INFRASTRUCTURE
+    def left_out(self) -> bool:
+        """Whether an infrastructure failure ended the trajectory, or its program gave no reward. Every statistic and
+        the gradient leave it out."""
+        return self.stop_reason in LEFT_OUT
 
     @property
     def trainable(self) -> bool:
-        """Whether the policy trains on the trajectory: it has a sampled token and no infrastructure failure."""
-        return any(self.loss_mask) and not self.failed_by_infrastructure
+        """Whether the policy trains on the trajectory: it has a sampled token and is not left out."""
+        return any(self.loss_mask) and not self.left_out
 
     @property
     def executed_calls(self) -> tuple[ToolCall, ...]:
@@ -431,30 +438,35 @@ class Trajectory:
 def split_turns(trajectory: Trajectory) -> list[Trajectory]:
     """Split a trajectory into the batch rows that the trained model reads.
 
-    Without per-turn prompts the only row is the trajectory itself. With them each turn that has a token becomes a row:
-    the turn, its prompt and its calls, with the trajectory's reward, group and index. A trajectory without sampled
-    tokens (its prompt filled ``max_length``) has no rows."""
+    Without per-turn prompts the only row is the trajectory itself. Otherwise a row begins at each turn that has its own
+    prompt: this turn and those that continue it, their prompt and their calls, with the trajectory's reward, group and
+    index. A row without a sampled token is left out, so a trajectory whose prompt filled ``max_length`` has none."""
     if not any(trajectory.loss_mask):
         return []
     if all(turn.prompt_ids is None for turn in trajectory.turns):
         return [trajectory]
-    rows = []
-    for k, turn in enumerate(trajectory.turns):
-        if turn.end == turn.start:
+    rows, turns = [], trajectory.turns
+    first = [k for k, turn in enumerate(turns) if turn.prompt_ids is not None or k == 0]
+    for k, after in zip(first, [*first[1:], len(turns)], strict=True):
+        start, end = turns[k].start, turns[after - 1].observation_end
+        if not any(trajectory.loss_mask[start:end]):
             continue
-        span = slice(turn.start, turn.end)
-        length = turn.end - turn.start
         rows.append(
             trajectory.replace(
-                prompt_ids=trajectory.prompt_ids if turn.prompt_ids is None else turn.prompt_ids,
-                response_ids=trajectory.response_ids[span],
-                loss_mask=trajectory.loss_mask[span],
-                logprobs=trajectory.logprobs[span],
-                turns=(dataclasses.replace(turn, start=0, end=length, observation_end=length),),
-                calls=tuple(dataclasses.replace(c, turn=0) for c in trajectory.calls if c.turn == k),
+                prompt_ids=turns[k].prompt_ids or trajectory.prompt_ids,
+                response_ids=trajectory.response_ids[start:end],
+                loss_mask=trajectory.loss_mask[start:end],
+                logprobs=trajectory.logprobs[start:end],
+                turns=tuple(_moved(turn, -start) for turn in turns[k:after]),
+                calls=tuple(dataclasses.replace(c, turn=c.turn - k) for c in trajectory.calls if k <= c.turn < after),
                 tokens_computed=None,
                 episode=trajectory,
                 row=k,
             )
         )
     return rows
+
+
+def _moved(turn: Turn, by: int) -> Turn:
+    ends = {"end": turn.end + by, "observation_end": turn.observation_end + by}
+    return dataclasses.replace(turn, start=turn.start + by, **ends)

@@ -128,7 +128,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> RolloutMetrics:
     """Compute the metrics of whole groups of trajectories, without those that failed by infrastructure.
 
     Failed trajectories are used only to find which calls their forks inherited."""
-    usable = [t for t in trajectories if not t.failed_by_infrastructure]
+    usable = [t for t in trajectories if not t.left_out]
     by_index = {(t.group, t.index): t for t in trajectories}
     calls = {key: call for t in usable for key, call in _keyed_calls(t, by_index)}
     executed = [call for call in calls.values() if call.executed]

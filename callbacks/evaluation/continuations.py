@@ -79,7 +79,7 @@ class Continuations(EvaluationHooks):
             return
         data = data_module(trainer)
         saved = load_trajectories(Path(self.trajectories))
-        found = prefixes((t for t in saved if not t.failed_by_infrastructure), data.rollouts.environment)
+        found = prefixes((t for t in saved if not t.left_out), data.rollouts.environment)
         metrics: dict[str, Interval] = {}
         for kind, of_a_kind in found.items():
             chosen = choose(of_a_kind, self.max_prefixes)

@@ -59,7 +59,7 @@ class ForkOutcomes(EvaluationHooks):
 
     def take(self, split: str, prompt_mode: str, trajectories: Sequence[Trajectory]) -> None:
         if split == "test" and prompt_mode == AGENT:
-            usable = [t for t in trajectories if not t.failed_by_infrastructure]
+            usable = [t for t in trajectories if not t.left_out]
             self._results += [(t, k) for t in usable for k in turns_after_tools(t) if rise(t, k) is not None]
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:

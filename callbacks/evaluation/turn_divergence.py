@@ -41,7 +41,7 @@ def choice_key(trajectory: Trajectory) -> Key:
 
 
 def has_turns(trajectory: Trajectory) -> bool:
-    return bool(turns_with_tokens(trajectory)) and not trajectory.failed_by_infrastructure
+    return bool(turns_with_tokens(trajectory)) and not trajectory.left_out
 
 
 class TurnDivergence(EvaluationHooks):

@@ -38,7 +38,7 @@ def rank_key(trajectory: Trajectory) -> tuple[float, float, int, str, int]:
 def best_and_worst(annotated: Iterable[Annotated], count: int) -> list[tuple[str, Annotated]]:
     """Choose at most ``count`` of the best and of the worst trajectories, as pairs ("best" or "worst", trajectory with
     values). Infrastructure failures are left out."""
-    ranked = sorted((a for a in annotated if not a[0].failed_by_infrastructure), key=lambda a: rank_key(a[0]))
+    ranked = sorted((a for a in annotated if not a[0].left_out), key=lambda a: rank_key(a[0]))
     worst = ranked[: min(count, len(ranked) // 2)]
     best = ranked[len(worst) :][-count:]
     return [("best", a) for a in reversed(best)] + [("worst", a) for a in worst]

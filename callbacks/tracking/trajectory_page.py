@@ -130,11 +130,12 @@ def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str,
     token would make a page of fifty turns too large for a browser."""
     trajectory, parts = item.trajectory, []
     for number, (turn, line) in enumerate(zip(trajectory.turns, _turn_lines(item), strict=True)):
-        ids = trajectory.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
+        begins = turn.prompt_ids is not None or not number
+        ids = (turn.prompt_ids or trajectory.prompt_ids) if begins else ()
         parts.append(
             {
                 "line": line,
-                "prompt_title": f"prompt of turn {number + 1}",
+                "prompt_title": f"prompt of turn {number + 1}" if begins else f"continues turn {number}",
                 "prompt_length": len(ids),
                 "prompt_text": str(tokenizer.decode(list(ids), skip_special_tokens=False)),
                 "prompt_ids": " ".join(map(str, ids)),

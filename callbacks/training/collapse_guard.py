@@ -184,5 +184,5 @@ class CollapseGuard(L.Callback):
 def action_counts(batch: Sequence[Trajectory]) -> tuple[int, int]:
     """Return how many turns of a batch are valid, and how many it has, without infrastructure failures. The protocol
     can read the action of a valid turn."""
-    counts = [valid_action_counts(t) for t in batch if not t.failed_by_infrastructure]
+    counts = [valid_action_counts(t) for t in batch if not t.left_out]
     return sum(valid for valid, _ in counts), sum(turns for _, turns in counts)

@@ -111,16 +111,20 @@ class QuestionFile:
         )
         self._question_in = self._find_question()
         self._incomplete = 0  # rows whose supporting paragraphs are not all there
-        if not {"golden_answers", "reward_model"} & set(self._columns):
-            raise self._missing("golden_answers", "reward_model.ground_truth.target")
+        self._has_truths = bool({"golden_answers", "reward_model"} & set(self._columns))
+        if not self._has_truths:
+            self._rows = [row | {"golden_answers": []} for row in self._rows]
         if "data_source" not in self._columns:
             raise self._missing("data_source")
 
     def tasks(self, on_invalid_row: OnInvalidRow = "refuse", answers: bool = True) -> list[Task]:
         """Return the rows of the question file as tasks. ``answers`` requires a gold answer or tests.
 
-        Rows with faults are refused in one message, or dropped and logged; dropping does not change ids.
+        Rows with faults are refused in one message, or dropped and logged; dropping does not change ids. Raises
+        DatasetError if answers are required and the file has no column of them.
         """
+        if answers and not self._has_truths:
+            raise self._missing("golden_answers", "reward_model.ground_truth.target")
         tasks, faults = self._checked(answers)
         if self._own is not None:
             self._report_lines(self._own, faults, on_invalid_row if tasks else "refuse")

@@ -160,14 +160,14 @@ class GenerateTrajectories:
             before = len(trajectories)
             trajectories += self._roll_out(asked, seed, mode, lambda n, _, before=before: show(before + n))
         self._guard.check(trajectories, f"generation, chunk {number + 1}", self.rollouts.failures)
-        usable = [t for t in trajectories if not t.failed_by_infrastructure]
+        usable = [t for t in trajectories if not t.left_out]
         correct = [t for t in usable if is_right(t)]
         kept = correct if self.keep == "correct" else usable
         if kept:
             save_trajectories(output_dir / "trajectories" / f"chunk-{number:05d}.parquet", kept)
         counts = (len(tasks), len(trajectories), len(trajectories) - len(usable), len(correct), len(kept))
         record: dict[str, Any] = dict(zip(COUNTS, (*counts, _sampled(usable), _sampled(kept)), strict=True))
-        record["lost"] = sorted({t.group for t in trajectories if t.failed_by_infrastructure})
+        record["lost"] = sorted({t.group for t in trajectories if t.left_out})
         if record["lost"]:
             logger.warning(
                 "chunk %d: infrastructure failed %d trajectories in all of %d attempts; lost of the questions %s",
@@ -193,12 +193,12 @@ class GenerateTrajectories:
 
         trajectories = attempt(tasks, on_progress)
         for _ in range(RETRIES):
-            failed = {t.task.id for t in trajectories if t.failed_by_infrastructure}
+            failed = {t.task.id for t in trajectories if t.left_out}
             if not failed:
                 break
             logger.warning("infrastructure failed trajectories of %d questions; trying them again", len(failed))
             again = {(t.group, t.index): t for t in attempt([task for task in tasks if task.id in failed])}
-            trajectories = [again[t.group, t.index] if t.failed_by_infrastructure else t for t in trajectories]
+            trajectories = [again[t.group, t.index] if t.left_out else t for t in trajectories]
         return trajectories
 
     def _by_mode(self, tasks: list[Task], seed: int) -> dict[PromptMode, list[Task]]:

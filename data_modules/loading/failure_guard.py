@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from common.make_command import continue_command
 from common.ranks import gather_objects
-from rollout.trajectory import InfrastructureError, Trajectory
+from rollout.trajectory import InfrastructureError, StopReason, Trajectory
 
 
 class TooManyFailuresError(InfrastructureError):
@@ -37,22 +37,28 @@ class FailureGuard:
         self._bad_in_a_row = 0
 
     def check(self, trajectories: Sequence[Trajectory], what: str, reasons: Sequence[str] = ()) -> None:
-        """Raise TooManyFailuresError at the ``patience``-th consecutive batch with too many infrastructure failures. A
-        collective.
+        """Raise TooManyFailuresError at the ``patience``-th consecutive batch with too many infrastructure failures, or
+        programs without a reward. A collective.
 
         Args:
             what: name of the batch, for the message.
             reasons: why trajectories failed, latest last (``RolloutSystem.failures``).
         """
-        failed, total = sum_over_ranks((sum(t.failed_by_infrastructure for t in trajectories), len(trajectories)))
+        failed, total = sum_over_ranks((sum(t.left_out for t in trajectories), len(trajectories)))
         self.share = failed / total if total else 0.0
         self._bad_in_a_row = self._bad_in_a_row + 1 if self.share > self.max_share else 0
         if self._bad_in_a_row >= self.patience:
             times = f" {self.patience} times in a row" if self.patience > 1 else ""
             last = f" Last reason on this rank: {reasons[-1]}." if reasons else ""
+            unscored = any(t.stop_reason is StopReason.UNSCORED for t in trajectories)
+            why = "have no reward, or failed" if unscored else "failed"
+            cure = (
+                "return a reward from the program, or set its limit_reward"
+                if unscored
+                else ("see that retriever and engine are up and fast enough")
+            )
             raise TooManyFailuresError(
-                f"{what}: {failed} of {total} trajectories failed by infrastructure, more than the allowed "
+                f"{what}: {failed} of {total} trajectories {why} by infrastructure, more than the allowed "
                 f"{self.max_share:.0%}{times} (options max_infrastructure_failures, max_consecutive_failures).{last} "
-                "See that retriever and engine are up and fast enough, then continue after the last checkpoint: "
-                f"{continue_command()}"
+                f"{cure[0].upper()}{cure[1:]}, then continue after the last checkpoint: {continue_command()}"
             )

@@ -94,7 +94,7 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, limit: int
     infrastructure failed, which are not trained on.
     """
     for t in trajectories:
-        versions = [] if t.failed_by_infrastructure else [v for turn in t.turns for v, _ in turn.versions]
+        versions = [] if t.left_out else [v for turn in t.turns for v, _ in turn.versions]
         if versions and min(versions) < version - limit:
             raise StalenessError(
                 f"trajectory {t.group}/{t.index} holds tokens of weights {min(versions)}, but the engine has weights "

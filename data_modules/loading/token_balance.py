@@ -34,7 +34,7 @@ def tokens_of(group: Sequence[Trajectory]) -> int:
     """Return the number of prompt and response tokens that the models read for a prompt group. Infrastructure failures
     do not count.
     """
-    rows = (row for t in group if not t.failed_by_infrastructure for row in split_turns(t))
+    rows = (row for t in group if not t.left_out for row in split_turns(t))
     return sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
 
 

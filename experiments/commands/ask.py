@@ -112,8 +112,10 @@ def asked_task(question: str, example: Task | None) -> Task:
 def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, seed: int) -> None:
     from rich.markup import escape
 
+    from rollout.trajectory import StopReason
+
     [trajectory] = system.rollout([task], n=1, sampling=sampling, seed=seed)
-    if trajectory.failed_by_infrastructure:
+    if trajectory.stop_reason is StopReason.INFRASTRUCTURE:
         raise ExperimentError(f"the search engine or the model failed: {'; '.join(system.failures)}")
     found = trajectory.answer if trajectory.answer is not None else "(none)"
     calls = Counter(call.request.name for call in trajectory.executed_calls)
@@ -121,7 +123,8 @@ def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, 
     console.print(f"\n[bold green]answer:[/bold green] {escape(found)}", markup=True)
     console.print(
         f"[dim]{len(trajectory.turns)} turns, {made}, {len(trajectory.response_ids)} tokens, "
-        f"{trajectory.seconds:.1f} s, ended by {trajectory.stop_reason}[/dim]"
+        f"{trajectory.seconds:.1f} s, ended by {trajectory.stop_reason}"
+        f"{f': {escape(system.failures[-1])}' if trajectory.left_out else ''}[/dim]"
     )
 
 

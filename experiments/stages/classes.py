@@ -70,6 +70,14 @@ def plays_episodes(config: Config) -> bool:
     return bool(path) and bool(getattr(import_class(path, "environment"), "scores_itself", False))
 
 
+def needs_answers(config: Config) -> bool:
+    """Return whether the tasks of a configuration need golden answers: its environment or program does not score its
+    own episodes."""
+    rollouts = (data_arguments(config).get("rollouts") or {}).get("init_args") or {}
+    scores = bool(rollouts.get("program")) and not rollouts.get("reward")
+    return not scores and not plays_episodes(config)
+
+
 def unwritten(target: Any) -> list[str]:
     """Return the abstract methods that a class does not implement, as text for a message. Lightning modules have no
     ABCMeta that would check."""

@@ -17,7 +17,7 @@ from experiments.registry.compose import Config
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import data_arguments
 from experiments.registry.keys import QUESTION_FILES
-from experiments.stages.classes import import_class, plays_episodes
+from experiments.stages.classes import import_class, needs_answers
 from experiments.stages.graph import Stage, closure
 from experiments.stages.parser import instantiate
 
@@ -167,7 +167,7 @@ class PromptWriters:
 
     def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
         """Return the object that writes the first prompts for a part of the data (train, val or test); None if the
-        stage has no rollouts.
+        stage has no rollouts, or a program writes its prompts.
 
         Args:
             required: if false, return None for a missing tokenizer folder, or for skills that cannot be made yet.
@@ -179,7 +179,11 @@ class PromptWriters:
         from rollout.system import TestLimits
 
         config = self._options.get("protocol")
-        if not config or not (required or Path(str(config.get("init_args", {}).get("tokenizer"))).is_dir()):
+        if (
+            self._options.get("program")
+            or not config
+            or not (required or Path(str(config.get("init_args", {}).get("tokenizer"))).is_dir())
+        ):
             return None
         engine = self._options["engine"]
         default = inspect.signature(import_class(engine["class_path"], self._name)).parameters.get("max_length")
@@ -227,7 +231,7 @@ def reader_options(stage: Stage) -> dict[str, Any]:
         return {"reader": _part(stage)["class_path"]}
     return {
         "on_invalid_row": arguments.get("on_invalid_row", "refuse"),
-        "answers": not plays_episodes(stage.config),
+        "answers": needs_answers(stage.config),
         "columns": arguments.get("columns"),
     }
 
@@ -259,7 +263,7 @@ def loading(config: Config) -> QuestionLoading:
     arguments = data_arguments(config)
     options = {key: arguments[key] for key in ("prompts", "lcb_examples") if key in arguments}
     splits = None if arguments.get("splits") is None else Splits(**arguments["splits"])
-    return QuestionLoading(None, answers=not plays_episodes(config), splits=splits, **options)
+    return QuestionLoading(None, answers=needs_answers(config), splits=splits, **options)
 
 
 def _part(stage: Stage) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def check_rollouts(parsed: Any, where: str) -> None:
     for section in ("data", "task"):
         options = parsed.config.get(f"{section}.init_args") or {}
         rollouts = options.get("rollouts.init_args")
+        if rollouts is not None and rollouts.get("program.class_path"):
+            check_program(rollouts, where)
         if rollouts is None or not (rollouts.get("protocol.class_path") and rollouts.get("environment.class_path")):
             continue
         from rollout.environments.base import check_tools
@@ -47,13 +49,32 @@ def check_rollouts(parsed: Any, where: str) -> None:
         check_protocol(protocol, rollouts.protocol.as_dict(), where)
 
 
+def check_program(rollouts: Any, where: str) -> None:
+    """Check an agent program by constructing it, and that nothing else in the rollouts needs to write prompts. Raises
+    ExperimentError with the message."""
+    from rollout.programs.protocol import ProgramProtocol
+    from rollout.samplers.base import check_forks
+
+    protocol, sampler = import_class(rollouts.protocol.class_path, where), rollouts.get("sampler.class_path")
+    with refusals(where):
+        if rollouts.get("environment.class_path"):
+            raise ValueError("rollouts has an environment and a program; give one of them")
+        if not issubclass(protocol, ProgramProtocol):
+            raise ValueError(f"a program needs a ProgramProtocol as rollouts.protocol; found {protocol.__name__}")
+        if sampler:
+            check_forks(import_class(sampler, where), "a program")
+        instantiate(rollouts.program.as_dict(), "program")
+    check_protocol(protocol, rollouts.protocol.as_dict(), where)
+
+
 def check_protocol(protocol: type, block: Config, where: str) -> None:
     """Check a protocol that reads tool calls by constructing it, if its tokenizer folder exists. The constructor
     renders calls with the chat template and parses them again. Raises ExperimentError with its message."""
+    from rollout.programs.protocol import ProgramProtocol
     from rollout.protocols.hermes import HermesProtocol
 
     folder = Path(str((block.get("init_args") or {}).get("tokenizer", "")))
-    if not issubclass(protocol, HermesProtocol) or not (folder / "tokenizer_config.json").is_file():
+    if not issubclass(protocol, HermesProtocol | ProgramProtocol) or not (folder / "tokenizer_config.json").is_file():
         return
     with refusals(where):
         instantiate(block, "protocol")

@@ -329,7 +329,7 @@ def weigh_turns(
     Raises:
         ValueError: a weight compares turns, but each turn is a row.
     """
-    check_rows(weights, any(t.row is not None for t in trajectories))
+    check_rows(weights, any(t.row is not None for t in trajectories) and all(len(t.turns) == 1 for t in trajectories))
     turns = turn_index(batch.mask, turn_starts(trajectories, batch))
     divergences = turn_divergences(student, teacher, turns)
     outcome = None if advantages is None else turn_means(advantages, turns)[0]
@@ -344,7 +344,7 @@ def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
     """Raise ValueError if a weighting compares the turns of a trajectory, but each turn is a row of the batch."""
     if by_turn and (names := [type(weight).__name__ for weight in weights if weight.compares_turns]):
         raise ValueError(
-            f"{', '.join(names)} compares the turns of a trajectory, but every turn has its own prompt and is a row; "
+            f"{', '.join(names)} compares the turns of a conversation, but every turn has its own prompt and is a row; "
             "take window: null (one conversation), or opd_mode: uniform"
         )
 

@@ -116,6 +116,11 @@ class SkillTeacher(AdvantageTransform):
         self._count = token_counter(protocol.tokenizer)
         self.skills.check(self._count, control_tokens(protocol.tokenizer))
         self.skills.check_tasks(getattr(data, "training_questions", ()))
+        if getattr(data.rollouts, "program", None) is not None and self.skills.place != "before_template":
+            raise ValueError(
+                f"skills.place is {self.skills.place}, but a program writes the prompts, into which the teacher's "
+                "skills cannot be inserted; expected place: before_template"
+            )
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
         if self.learns and self.teacher_weights == "ema":

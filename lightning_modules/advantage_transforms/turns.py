@@ -57,11 +57,11 @@ class TurnRow:
 
 
 def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
-    """Yield a ``TurnRow`` for each turn with tokens, row by row. A row is a whole trajectory or one of its turns."""
+    """Yield a ``TurnRow`` for each turn with tokens, row by row. A row is a trajectory or some of its turns."""
     for row, t in enumerate(trajectories):
         kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
         for column, (k, turn) in enumerate(kept):
-            yield TurnRow(row, column, k if t.row is None else t.row, turn, t.episode or t)
+            yield TurnRow(row, column, k + (t.row or 0), turn, t.episode or t)
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:

@@ -169,8 +169,8 @@ class GRPO(OnPolicyModule):
         if self.advantage == "global":
             advantages = whiten(rewards[:, None] * batch.mask, batch.mask, ranks.sum_over_ranks)
         else:
-            groups = [t.group for t in trajectories]
-            by_row = losses.group_advantages(rewards, groups, self.advantage, self.singleton_advantage)
+            groups, members = [t.group for t in trajectories], [t.index for t in trajectories]
+            by_row = losses.group_advantages(rewards, groups, self.advantage, self.singleton_advantage, members)
             advantages = by_row[:, None] * batch.mask
         advantages = self.assign_credit(RolloutBatch(self, trajectories, batch, scores), advantages)
         return advantages if self.use_grpo else torch.zeros_like(advantages)

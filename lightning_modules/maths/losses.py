@@ -121,7 +121,11 @@ def grpo_loss(
 
 
 def group_advantages(
-    rewards_B: Tensor, groups: Sequence[str], convention: Convention = "std", singleton: Singleton = "zero"
+    rewards_B: Tensor,
+    groups: Sequence[str],
+    convention: Convention = "std",
+    singleton: Singleton = "zero",
+    members: Sequence[int] | None = None,
 ) -> Tensor:
     """Return the advantage of each trajectory relative to its group [B]. No gradient; computed in float64.
 
@@ -142,10 +146,17 @@ def group_advantages(
         convention: see above.
         singleton: advantage of the only trajectory of a group. ``zero``: it teaches nothing. ``reward``: the advantage
             is the reward (verl, which takes mean 0 and std 1 there), so non-negative rewards push up every sample.
+        members: number of each trajectory in its group. Rows of one trajectory (its turns or conversations) have the
+            same number, and count once in mean and std. By default every row is a trajectory.
 
     Raises:
         ValueError: unknown convention.
     """
+    if members is not None:
+        places: dict[tuple[str, int], int] = {}
+        index = [places.setdefault(key, len(places)) for key in zip(groups, members, strict=True)]
+        first = [index.index(place) for place in range(len(places))]
+        return group_advantages(rewards_B[first], [groups[row] for row in first], convention, singleton)[index]
     if convention not in ("std", "centred", "leave_one_out"):
         raise ValueError(f"unknown group advantage '{convention}'; expected std, centred or leave_one_out")
     advantages = torch.zeros_like(rewards_B)

@@ -396,7 +396,7 @@ class OnPolicyModule(PolicyModule):
     def training_step(self, trajectories: list[Trajectory], batch_idx: int) -> None:
         usable, positions = [], []
         for i, t in enumerate(trajectories):
-            if t.failed_by_infrastructure:
+            if t.left_out:
                 continue
             if t.reward is None:
                 raise ValueError(f"trajectory {t.group}/{t.index} has no reward; score it before training on it")

@@ -37,7 +37,7 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     Args:
         trajectories: also those that failed by infrastructure, which enter no metric (see ``rollout_metrics``).
     """
-    usable = [t for t in trajectories if not t.failed_by_infrastructure]
+    usable = [t for t in trajectories if not t.left_out]
     rewards = [t.reward for t in usable if t.reward is not None]
     metrics.mean("train/reward", sum(reward.total for reward in rewards), len(rewards))
     for part in sorted({part for reward in rewards for part in reward.parts}):

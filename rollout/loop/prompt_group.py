@@ -10,13 +10,15 @@ import dataclasses
 import heapq
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from common.seeds import derive_seed
-from rollout.loop.agent_loop import AgentLoop, Request
+from rollout.loop.agent_loop import Request
+from rollout.protocols.base import ChatProtocol
 from rollout.rewards.base import Scorer
 from rollout.samplers.base import NO_HOOKS, Hooks, RunningView
 from rollout.trajectory import InfrastructureError, StopReason, Task, Trajectory, TrajectoryPrefix
@@ -24,6 +26,27 @@ from rollout.trajectory import InfrastructureError, StopReason, Task, Trajectory
 logger = logging.getLogger(__name__)
 
 Priority = int | tuple[int, int]  # of one kind within one semaphore
+
+
+class TrajectoryLoop(Protocol):
+    """Plays one task to its end: `AgentLoop`, or a program's loop."""
+
+    failures: deque[str]  # the latest reasons of left-out trajectories
+
+    @property
+    def protocol(self) -> ChatProtocol: ...
+
+    async def run(
+        self,
+        task: Task,
+        *,
+        group: str,
+        index: int,
+        request: Request,
+        start: TrajectoryPrefix | None = None,
+        at: int = 0,
+        key: int | str | None = None,
+    ) -> Trajectory: ...
 
 
 class Admission:
@@ -164,7 +187,7 @@ class Slot:
 class PromptGroup:
     """Runs, scores and delivers the trajectories of one prompt. Implements ``samplers.base.GroupRunner``."""
 
-    agent_loop: AgentLoop
+    agent_loop: TrajectoryLoop
     slots: Slots
     scorer: Scorer | None  # None: the environment scores itself
     task: Task
@@ -217,7 +240,7 @@ class PromptGroup:
     async def _scored(self, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with its reward. If the reward's service failed, return the trajectory marked as an
         infrastructure failure."""
-        if trajectory.failed_by_infrastructure or self.scorer is None:
+        if trajectory.left_out or self.scorer is None:
             return trajectory
         try:
             return trajectory.replace(reward=await self.scorer.score(trajectory))

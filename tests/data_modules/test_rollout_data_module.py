@@ -207,7 +207,7 @@ def test_under_ddp_ranks_share_the_prompts_and_stop_together(make_data, model_di
 def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp_path):
     data, module = make_data(["right"] * 8 + ["broken"], prompts_per_iteration=9), Recorder()
     trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)  # 1 of 9 is below the limit
-    assert [sum(t.failed_by_infrastructure for t in b) for b in module.train_batches] == [2, 2]
+    assert [sum(t.left_out for t in b) for b in module.train_batches] == [2, 2]
     assert data.infrastructure_failures == pytest.approx(1 / 9)
 
     data, module = make_data(["broken"] * 9, max_consecutive_failures=2), Recorder()

@@ -114,7 +114,7 @@ def test_failures_are_returned_unscored_with_their_reasons(make_system):
     assert done[1].reward is None and done[0].reward is not None
     assert len(system.failures) == 1 and "connection refused" in system.failures[0]
     dead = make_system(lambda context, seed: ENGINE_DEAD).rollout(tasks(2), sampling=SAMPLING, seed=0)
-    assert all(t.failed_by_infrastructure for t in dead)
+    assert all(t.left_out for t in dead)
 
 
 def test_a_bug_ends_the_rollout_with_itself(make_system):

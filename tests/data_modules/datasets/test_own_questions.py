@@ -194,6 +194,13 @@ def test_a_column_that_is_missing_is_named_with_what_to_say(tmp_path, columns, m
         load_tasks(written(tmp_path / "q.csv", ROWS), columns=columns)
 
 
+def test_tasks_of_a_program_that_scores_itself_need_no_answers(tmp_path):
+    path = written(tmp_path / "q.csv", [{"question": "Say 1."}, {"question": "Say 2."}])
+    assert [task.golden_answers for task in load_tasks(path, answers=False, columns={})] == [(), ()]
+    with pytest.raises(DatasetError, match="no column 'golden_answers'"):
+        load_tasks(path, columns={})
+
+
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(DatasetError, match="no such file"):
         load_tasks(tmp_path / "q.csv", columns={})

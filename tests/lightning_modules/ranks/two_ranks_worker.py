@@ -95,7 +95,7 @@ class Judged(L.Callback):
         self.teacher, self.rows = teacher, rows
 
     def on_train_end(self, trainer, pl_module):
-        mine = [t for t in self.rows if not t.failed_by_infrastructure]
+        mine = [t for t in self.rows if not t.left_out]
         mine = mine[:1] if trainer.global_rank else mine
         self.figures = pl_module.turn_divergences(mine, self.teacher, pl_module.max_tokens_per_micro_batch)
 

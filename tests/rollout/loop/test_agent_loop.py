@@ -203,7 +203,7 @@ def test_observation_budget_cuts_documents_and_is_flagged(protocol):
 def test_retriever_failure_marks_the_trajectory_and_keeps_what_was_sampled(protocol):
     loop = make_loop(protocol, search_then_answer, ToyRetriever(broken="Mira"))
     trajectory = run(loop)
-    assert trajectory.failed_by_infrastructure and trajectory.reward is None
+    assert trajectory.left_out and trajectory.reward is None
     assert protocol.decode(trajectory.response_ids).endswith("</search>") and len(trajectory.turns) == 1
     [call] = trajectory.calls
     assert call.result.outcome is CallOutcome.INFRASTRUCTURE and "connection refused" in call.result.detail
@@ -212,7 +212,7 @@ def test_retriever_failure_marks_the_trajectory_and_keeps_what_was_sampled(proto
 
 def test_engine_failure_keeps_the_turns_before(protocol):
     trajectory = run(make_loop(protocol, in_turn("<search> Mira </search>", ENGINE_DEAD)))
-    assert trajectory.failed_by_infrastructure and len(trajectory.turns) == 1
+    assert trajectory.left_out and len(trajectory.turns) == 1
     assert trajectory.turns[0].observation_end == len(trajectory.response_ids) > trajectory.turns[0].end
 
 

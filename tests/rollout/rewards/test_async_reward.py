@@ -128,7 +128,7 @@ class BrokenScorer:
 def test_a_failing_service_leaves_the_trajectory_out_and_is_no_score(make_system, reward):
     system = make_system(reward)
     delivered = list(system.stream(TASKS, sampling=SAMPLING, seed=0))
-    failed = [t for t in delivered if t.failed_by_infrastructure]
+    failed = [t for t in delivered if t.left_out]
     assert [t.task.id for t in failed] == ["q1"] and failed[0].stop_reason is StopReason.INFRASTRUCTURE
     assert failed[0].reward is None and failed[0].answer == "Grey Harbor"
     assert sorted(t.task.id for t in delivered if t.reward == Reward(0.5, {"acc": 1.0})) == ["q0", "q2", "q3"]

@@ -134,7 +134,7 @@ def test_exactly_n_in_every_case(world, variant, calls, options, n, roots, beam)
 def test_failures_of_infrastructure_leave_n_members(world, variant):
     sampler = BranchingSampler(4, branch_probability=1.0, variant=variant)
     groups, _, system = groups_of(world, sampler, always(2), 3, 8)
-    assert not any(t.failed_by_infrastructure for group in groups for t in group)
+    assert not any(t.left_out for group in groups for t in group)
     dead = world.make(lambda ids, seed: system.engine.kill() or 1, sampler=sampler)
     system.engine = dead.engine
     for group in roll(dead, 3, 8):

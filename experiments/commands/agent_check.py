@@ -1,0 +1,114 @@
+"""``make agent-check``: runs an agent program once and shows its requests as rows."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments.commands.ask import asked_task
+from experiments.commands.command import command, make_graph, option
+from experiments.commands.models import find_model, rollouts_of
+from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
+from experiments.registry.files import Config, data_arguments
+from experiments.stages.context import RunContext
+
+if TYPE_CHECKING:
+    from rollout.programs.loop import Report
+    from rollout.trajectory import Task
+
+
+@command(
+    "agent-check",
+    "run an agent program once and show its requests, rows and tokens",
+    option("--checkpoint", help="a .ckpt or model folder; default: the model that training starts from"),
+    option("--question", help="default: the first task of the experiment's question files"),
+)
+def agent_check(args: argparse.Namespace, context: RunContext) -> None:
+    """Play one task with the experiment's program, and print what it asked, which requests continue a row, why others
+    were rendered anew, and how the rollout ended.
+
+    Raises:
+        ExperimentError: the experiment has no program, or no model to start from.
+    """
+    from experiments.stages.parser import instantiate
+    from rollout.engines.base import SamplingParams
+
+    config = copy.deepcopy(make_graph(context).target().config)
+    rollouts = rollouts_of(config)
+    if not rollouts["init_args"].get("program"):
+        raise ExperimentError(
+            f"'{context.target}' has no agent program (rollouts.program); docs/own_agent.md says how to give one"
+        )
+    if args.checkpoint is None:
+        for stage in make_graph(context).target().upstream:
+            runner.folder_of(context, stage)
+        policy = config["model"]["init_args"]["policy"] if config.get("model") else None
+    else:
+        policy = str(find_model(context, args.checkpoint))
+    if policy is not None:  # an expert's engine has no model
+        rollouts["init_args"]["engine"]["init_args"]["model"] = policy
+    task = asked_task(args.question, None) if args.question else first_task(config)
+    system = instantiate(rollouts, "rollouts")
+    print(f"task {task.id}: {task.question}\nloading {policy or 'the engine'} ...", flush=True)
+    try:
+        system.start()
+        seed, limit = context.seed or 0, system.budgets.max_turn_tokens
+        system.rollout([task], n=1, sampling=SamplingParams(max_new_tokens=limit), seed=seed)
+        print("\n".join(described(system.agent_loop.reports[-1], system.failures)))
+    finally:
+        system.close()
+
+
+def first_task(config: Config) -> Task:
+    """Return the first task of the experiment's question files. Raises ExperimentError without files."""
+    from data_modules.datasets.questions import load_tasks
+    from experiments.stages.data_files import loading
+
+    arguments: Config = data_arguments(config) | ((config.get("task") or {}).get("init_args") or {})
+    files = [path for key in ("train_files", "val_files", "test_files", "files") for path in arguments.get(key) or ()]
+    if not files:
+        raise ExperimentError("the experiment names no question file; give a task: Q='...'")
+    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
+
+
+def described(report: Report, failures: Sequence[str]) -> list[str]:
+    """Return the lines that describe a rollout: its requests in order, then its end."""
+    trajectory = report.trajectory
+    place: dict[int, Any] = {
+        turn.number: (row, position)
+        for row, chain in enumerate(report.chains, 1)
+        for position, turn in enumerate(chain, 1)
+    }
+    turns = sorted((turn for chain in report.chains for turn in chain), key=lambda turn: turn.number)
+    lines = ["", "request  row  turn  prompt  sampled  how the prompt was made"]
+    for turn in turns:
+        row, position = place[turn.number]
+        joined = " (joins by its ids)" if turn.why and position > 1 else ""
+        how = (
+            f"rendered as a whole{joined}: {turn.why}"
+            if turn.why
+            else "continues a turn: its ids, then the new messages"
+        )
+        sizes = f"{len(turn.prompt):>6}  {len(turn.generation.token_ids):>7}"
+        lines.append(f"{turn.number + 1:>7}  {row:>3}  {position:>4}  {sizes}  {how}")
+    merged = sum(len(chain[-1].ids) for chain in report.chains)
+    single = sum(len(turn.ids) for turn in turns)
+    sampled = sum(trajectory.loss_mask)
+    lines += [
+        "",
+        f"{len(turns)} requests in {len(report.chains)} rows: {sampled} sampled tokens in {merged} that are trained on "
+        f"(a row per request: {single})",
+        *(
+            f"the program asked for {name} {count} times; the rollout's own sampling holds"
+            for name, count in report.ignored.items()
+        ),
+        f"ended by {trajectory.stop_reason} in {trajectory.seconds:.1f} s"
+        + (f": {failures[-1]}" if trajectory.left_out and failures else ""),
+    ]
+    if trajectory.reward is not None:
+        parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward.parts.items())
+        lines.append(f"reward {trajectory.reward.total:g} ({parts})")
+    return [*lines, *([f"answer {trajectory.answer}"] if trajectory.answer is not None else [])]

@@ -1,0 +1,319 @@
+"""Requests and answers of OpenAI's chat completions: what a program asks, and what it reads back."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rollout.tools.schemas import read_schemas
+from rollout.trajectory import ToolRequest
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# Options that would change what is sampled in ways that a rollout cannot follow, and their values without effect.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "echo": (None, False),
+}
+# Options that the rollout's own sampling replaces.
+IGNORED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+THINKING = ("reasoning_content", "reasoning")  # names of the thinking, in the order of preference
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered.
+
+    Args:
+        code: OpenAI's error code, or None.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message in the form that is compared: without ids, nulls and thinking, its content as one text."""
+
+    role: str
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()  # names, and arguments as canonical JSON
+
+    @property
+    def requests(self) -> tuple[ToolRequest, ...]:
+        return tuple(ToolRequest(name, json.loads(arguments)) for name, arguments in self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request."""
+
+    schemas: tuple[dict[str, Any], ...] = ()  # as the program wrote them, without nulls
+    key: str = "[]"  # equal for equal tools, whatever the order of their keys
+
+
+NO_TOOLS = Tools()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for one turn of the model."""
+
+    messages: tuple[ChatMessage, ...]
+    thinking: tuple[str | None, ...]  # of each message, where the program sends it back
+    tools: Tools = NO_TOOLS
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False  # the stream ends with the token counts
+    ignored: tuple[str, ...] = ()  # options that the rollout's sampling replaces
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The model's turn, as the program reads it."""
+
+    content: str | None
+    thinking: str | None
+    calls: tuple[ToolRequest, ...]
+    finish_reason: str  # stop, length or tool_calls
+    prompt_tokens: int
+    sampled_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def message(self) -> ChatMessage:
+        calls = tuple((call.name, arguments_text(call.arguments)) for call in self.calls)
+        return ChatMessage("assistant", self.content or "", calls)
+
+
+def read_request(body: Any) -> ChatRequest:
+    """Return a request from the JSON body of ``POST /chat/completions``. Unknown options are ignored, as servers do.
+
+    Raises:
+        RequestError: it is malformed, or asks for what a rollout cannot give.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is {_kind(body)}; expected a JSON object")
+    for name, harmless in REFUSED.items():
+        if (value := body.get(name)) not in harmless:
+            raise RequestError(
+                f"{name} is {json.dumps(value)[:100]}; a rollout takes {_shown(harmless)}", "unsupported"
+            )
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise RequestError(f"messages is {_kind(given)}; expected a list with at least one message")
+    messages, thinking = _messages(given)
+    options = body.get("stream_options") or {}
+    return ChatRequest(
+        messages,
+        thinking,
+        tools=NO_TOOLS if body.get("tool_choice") == "none" else _tools(body.get("tools")),
+        max_tokens=_max_tokens(body),
+        stop=_stop(body.get("stop")),
+        stream=bool(body.get("stream")),
+        usage=bool(options.get("include_usage")) if isinstance(options, dict) else False,
+        ignored=tuple(name for name in IGNORED if body.get(name) is not None),
+    )
+
+
+def canonical(value: Any) -> str:
+    """Return a JSON value as text that does not depend on the order of keys, or on keys whose value is null."""
+    return json.dumps(without_nulls(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as canonical JSON. Nulls stay: they are the model's words."""
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _messages(given: Sequence[Any]) -> tuple[tuple[ChatMessage, ...], tuple[str | None, ...]]:
+    messages: list[ChatMessage] = []
+    thinking: list[str | None] = []
+    waiting: dict[str, int] = {}  # ids of the calls that are not answered, by position
+    results: list[tuple[int, ChatMessage]] = []
+    for number, message in enumerate([*given, None], 1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role != "tool" and results:  # in the order of the calls, whatever the order in which they were done
+            messages += [result for _, result in sorted(results, key=lambda pair: pair[0])]
+            thinking += [None] * len(results)
+            results, waiting = [], {}
+        if message is None:
+            if number <= len(given):
+                raise RequestError(f"message {number} is null; expected an object with a role")
+            break
+        if role not in ROLES:
+            known = ", ".join(ROLES)
+            raise RequestError(f"message {number} has the role {json.dumps(role)[:50]}; expected one of {known}")
+        where = f"message {number} ({role})"
+        content = _text(message.get("content"), where)
+        if role == "tool":
+            place = waiting.get(str(message.get("tool_call_id")), len(results))
+            results.append((place, ChatMessage("tool", content)))
+            continue
+        calls = _calls(message.get("tool_calls"), where) if role == "assistant" else []
+        waiting = {identity: place for place, (identity, _, _) in enumerate(calls)}
+        messages.append(ChatMessage(ROLES[role], content, tuple((name, text) for _, name, text in calls)))
+        thought = next((text for key in THINKING if isinstance(text := message.get(key), str)), None)
+        thinking.append(thought if role == "assistant" else None)
+    return tuple(messages), tuple(thinking)
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
+            part.get(kind, part.get("text")), str
+        ):
+            raise RequestError(
+                f"the content of {where} has a part of type {kind or _kind(part)}; expected text", "unsupported"
+            )
+        texts.append(part.get("text", part.get(kind)))
+    return "".join(texts)
+
+
+def _calls(given: Any, where: str) -> list[tuple[str, str, str]]:
+    """Return (id, name, arguments as canonical JSON) of each tool call of a message."""
+    calls = []
+    for call in given or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"a tool call of {where} has no function with a name")
+        arguments = function.get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(f"the arguments of {function['name']} in {where} are no JSON object")
+        calls.append((str(call.get("id")), function["name"], arguments_text(arguments)))
+    return calls
+
+
+def _tools(given: Any) -> Tools:
+    return NO_TOOLS if given is None else _read_tools(json.dumps(given))
+
+
+@lru_cache(maxsize=256)
+def _read_tools(text: str) -> Tools:
+    given = json.loads(text)
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise RequestError(f"tools is {_kind(given)}; expected a list of function schemas")
+    if other := next((tool.get("type") for tool in given if tool.get("type", "function") != "function"), None):
+        raise RequestError(f"tools has one of type {other!r}; expected functions", "unsupported")
+    functions = [without_nulls(tool.get("function", tool)) for tool in given]
+    empty = {"type": "object", "properties": {}}  # a tool without parameters may leave them out
+    try:
+        schemas = read_schemas([{"parameters": empty} | f if isinstance(f, dict) else f for f in functions])
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    return Tools(schemas, canonical(list(schemas)))
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    given = body.get("max_completion_tokens", body.get("max_tokens"))
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise RequestError(f"max_tokens is {json.dumps(given)[:50]}; expected a positive integer")
+    return given
+
+
+def _stop(given: Any) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else given or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"stop is {json.dumps(given)[:100]}; expected a text or a list of texts")
+    return tuple(texts)
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else type(value).__name__
+
+
+def _shown(values: Sequence[Any]) -> str:
+    return " or ".join("nothing" if value is None else json.dumps(value) for value in values)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def completion(reply: Reply, model: str) -> dict[str, Any]:
+    """Return a reply as the JSON body of a chat completion."""
+    choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+    return _head("chat.completion", model) | {"choices": [choice], "usage": _usage(reply)}
+
+
+def chunks(reply: Reply, model: str, usage: bool) -> list[dict[str, Any]]:
+    """Return a reply as the events of a stream: the whole turn, then its end. It was sampled before the first one, so
+    that no token can be lost."""
+    head, message = _head("chat.completion.chunk", model), _message(reply)
+    for index, call in enumerate(message.get("tool_calls", ())):
+        call["index"] = index
+
+    def event(delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
+
+    events = [event(message, None), event({}, reply.finish_reason)]
+    return [*events, head | {"choices": [], "usage": _usage(reply)}] if usage else events
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": _function(call)}
+            for call in reply.calls
+        ]
+    return message
+
+
+def _function(call: ToolRequest) -> dict[str, str]:
+    return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.sampled_tokens,
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }

@@ -1,0 +1,196 @@
+"""One rollout's side of the model: answers its program's requests, within the rollout's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from common.seeds import derive_seed
+from rollout.engines.base import Engine, Generation, SamplingParams
+from rollout.loop.agent_loop import Budgets
+from rollout.programs.conversations import Conversations, Prompt
+from rollout.programs.protocol import ProgramProtocol
+from rollout.programs.requests import ChatRequest, Reply, RequestError, completion, read_request
+from rollout.protocols.call_formats import MalformedCall, UnclosedThinking
+from rollout.protocols.hermes import CUT, UNCLOSED, UNREADABLE
+from rollout.tags import boxed, unwrapped
+from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, finite_number
+
+GONE = "this rollout is over; nothing that is asked now belongs to it"
+
+
+class Session:
+    """The requests of one rollout. Belongs to one event loop.
+
+    Args:
+        sampling: of every turn; what a request asks for (temperature, ...) is ignored and counted in ``ignored``.
+        seed_parts: each request's seed is derived from these and its prompt, so the order of requests does not matter.
+        on_turn: awaited after each turn that is recorded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        protocol: ProgramProtocol,
+        budgets: Budgets,
+        sampling: SamplingParams,
+        seed_parts: tuple[int | str, ...],
+        on_turn: Callable[[Generation], Awaitable[None]] | None = None,
+    ) -> None:
+        self.engine, self.protocol, self.budgets, self.sampling = engine, protocol, budgets, sampling
+        self.conversations = Conversations(protocol)
+        self.limit: StopReason | None = None  # the first limit that refused a request
+        self.reward: float | None = None  # that the program has posted
+        self.metrics: dict[str, float] = {}
+        self.ignored: Counter[str] = Counter()
+        self.broken: asyncio.Future[InfrastructureError] = asyncio.get_running_loop().create_future()
+        self._seed_parts, self._prompts, self._on_turn = seed_parts, Counter[bytes](), on_turn
+        self._sampling: set[asyncio.Future[Any]] = set()
+        self._tokens = self._reserved = 0  # sampled, and those that requests in flight may still sample
+        self._over = False
+
+    def end(self) -> None:
+        """Refuse all further requests, and drop those in flight: their turns are in no row."""
+        self._over = True
+        for generating in list(self._sampling):
+            generating.cancel()
+
+    async def chat(self, **body: Any) -> dict[str, Any]:
+        """Answer a request in the form of a chat completion. Raises RequestError."""
+        return completion(await self.reply(read_request(body | {"stream": False})), "policy")
+
+    def post_reward(self, body: Any) -> None:
+        """Take the program's reward, ``{"reward": number or null, "metrics": {...}}``; the last one counts. Raises
+        RequestError, RewardError."""
+        if self._over:
+            raise RequestError(GONE, status=410)
+        if not isinstance(body, dict) or "reward" not in body or not isinstance(body.get("metrics") or {}, dict):
+            raise RequestError('the body is no object like {"reward": 1.0, "metrics": {"solved": 1}}')
+        reward = body["reward"]
+        self.reward = None if reward is None else finite_number(reward, "the posted reward")
+        self.metrics = {k: finite_number(v, f"the metric {k!r}") for k, v in (body.get("metrics") or {}).items()}
+
+    async def reply(self, request: ChatRequest) -> Reply:
+        """Sample the turn that answers a request, and record it.
+
+        Raises:
+            RequestError: over a limit, a request that the template cannot write, a rollout that is over (status 410),
+                or an engine that has failed (503).
+        """
+        if not self._over and not self.protocol.knows(request.tools):
+            await asyncio.to_thread(self.protocol.format_for, request.tools)
+        self._check_open()
+        if len(self.conversations.turns) + len(self._sampling) >= self.budgets.max_turns:
+            self._refuse(StopReason.MAX_TURNS, f"the rollout has had its {self.budgets.max_turns} turns (max_turns)")
+        prompt = self.conversations.prompt(request)
+        self.conversations.answer(prompt.before, request, time.monotonic())
+        allowed = self._allowed(prompt, request)
+        try:
+            params = self._params(prompt, request, allowed).checked()
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        self._reserved += allowed
+        self.ignored.update(request.ignored)
+        generating = asyncio.ensure_future(self.engine.generate(prompt.ids, params))
+        self._sampling.add(generating)
+        try:
+            generation = await generating
+        except asyncio.CancelledError:
+            if self._over:
+                raise RequestError(GONE, status=410) from None
+            raise
+        except InfrastructureError as error:
+            if not self.broken.done():
+                self.broken.set_result(error)
+            raise RequestError(f"the engine failed: {error}", status=503) from error
+        finally:
+            self._sampling.discard(generating)
+            self._reserved -= allowed
+        self._check_open()
+        action, reply = self._read(prompt, generation)
+        self._tokens += len(generation.token_ids)
+        self.conversations.add(request, prompt, generation, action, reply, time.monotonic())
+        if self._on_turn is not None:
+            await self._on_turn(generation)
+        return reply
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RequestError(GONE, status=410)
+
+    def _refuse(self, limit: StopReason, why: str) -> None:
+        self.limit = self.limit or limit
+        code = "context_length_exceeded" if limit is StopReason.LENGTH else "max_turns"
+        raise RequestError(f"{why}; end the task with what there is", code)
+
+    def _allowed(self, prompt: Prompt, request: ChatRequest) -> int:
+        """Return the number of tokens that the turn may have."""
+        held, budgets = len(prompt.ids), self.budgets
+        room = budgets.room(held, self._tokens + self._reserved)
+        if room <= 0:
+            full = budgets.max_length is not None and held >= budgets.max_length
+            sampled = f"{self._tokens} tokens are sampled, and max_response_tokens is {budgets.max_response_tokens}"
+            self._refuse(
+                StopReason.LENGTH,
+                f"the prompt has {held} tokens, and max_length is {budgets.max_length}" if full else sampled,
+            )
+        limits = (budgets.max_turn_tokens, self.sampling.max_new_tokens, request.max_tokens or room, room)
+        return min(limits)
+
+    def _params(self, prompt: Prompt, request: ChatRequest, allowed: int) -> SamplingParams:
+        digest = hashlib.sha256(array("I", prompt.ids)).digest()
+        self._prompts[digest] += 1
+        return dataclasses.replace(
+            self.sampling,
+            max_new_tokens=allowed,
+            stop=(*self.protocol.stop, *request.stop),
+            stop_token_ids=self.protocol.stop_token_ids,
+            seed=derive_seed(*self._seed_parts, digest.hex(), self._prompts[digest]),
+        )
+
+    def _read(self, prompt: Prompt, generation: Generation) -> tuple[Action, Reply]:
+        """Return a sampled turn as an action, for metrics, and as the program reads it."""
+        form = prompt.form
+        chat, reader = form.chat, form.reader
+        turn, ended = chat.without_end(self.protocol.decode(generation.token_ids))
+        found = generation.stop_string
+        if found is not None:
+            turn = turn[: turn.find(found)] if found in turn else turn
+        whole, ended = chat.opened + turn, ended or found is not None
+        action, calls, said = None, (), ""
+        try:
+            said, calls = reader.read(whole)
+        except UnclosedThinking:
+            error = UNCLOSED.format(closing=chat.thinking_tags[1]) if ended else CUT
+            action = Action(ActionKind.INVALID, error=error, ended=ended)
+        except MalformedCall as fault:
+            said = whole.rpartition(chat.thinking_tags[1])[2]
+            error = UNREADABLE.format(reason=fault, form=reader.form)
+            action = Action(ActionKind.INVALID, error=error, ended=ended)
+        thinking = whole.removesuffix(said) if whole.endswith(said) else ""
+        for tag in chat.thinking_tags:
+            thinking = thinking.replace(tag, "")
+        if calls:
+            action, said = (
+                Action(ActionKind.CALL, calls),
+                said.partition(reader.beginning)[0] if reader.beginning else "",
+            )
+        elif action is None and ended:
+            content = boxed(said)
+            action = Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))
+        reply = Reply(
+            content=said.strip() or None,
+            thinking=thinking.strip() or None,
+            calls=calls,
+            finish_reason="tool_calls" if calls else "stop" if ended else "length",
+            prompt_tokens=len(prompt.ids),
+            sampled_tokens=len(generation.token_ids),
+            cached_tokens=generation.cached_tokens,
+        )
+        return action or Action(ActionKind.INVALID, error=CUT, ended=False), reply
