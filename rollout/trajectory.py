@@ -448,7 +448,7 @@ def split_turns(trajectory: Trajectory) -> list[Trajectory]:
     rows, turns = [], trajectory.turns
     first = [k for k, turn in enumerate(turns) if turn.prompt_ids is not None or k == 0]
     for k, after in zip(first, [*first[1:], len(turns)], strict=True):
-        start, end = turns[k].start, turns[after - 1].observation_end
+        start, end = turns[k].start, turns[after - 1].end
         if not any(trajectory.loss_mask[start:end]):
             continue
         rows.append(
@@ -457,7 +457,7 @@ def split_turns(trajectory: Trajectory) -> list[Trajectory]:
                 response_ids=trajectory.response_ids[start:end],
                 loss_mask=trajectory.loss_mask[start:end],
                 logprobs=trajectory.logprobs[start:end],
-                turns=tuple(_moved(turn, -start) for turn in turns[k:after]),
+                turns=tuple(_moved(turn, -start, end) for turn in turns[k:after]),
                 calls=tuple(dataclasses.replace(c, turn=c.turn - k) for c in trajectory.calls if k <= c.turn < after),
                 tokens_computed=None,
                 episode=trajectory,
@@ -467,6 +467,6 @@ def split_turns(trajectory: Trajectory) -> list[Trajectory]:
     return rows
 
 
-def _moved(turn: Turn, by: int) -> Turn:
-    ends = {"end": turn.end + by, "observation_end": turn.observation_end + by}
+def _moved(turn: Turn, by: int, last: int) -> Turn:
+    ends = {"end": turn.end + by, "observation_end": min(turn.observation_end, last) + by}
     return dataclasses.replace(turn, start=turn.start + by, **ends)

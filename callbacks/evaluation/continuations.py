@@ -100,6 +100,8 @@ def check_continues(data: Any, callback: str) -> None:
     rollouts = getattr(data, "rollouts", None)
     if rollouts is None:
         raise ValueError(f"{callback} goes on with other trajectories, which takes a rollout system; found none")
+    if rollouts.program is not None:
+        raise ValueError(f"{callback} continues trajectories from their middle, which a program cannot; leave it out")
     if getattr(rollouts.protocol, "per_turn_prompts", False):
         check_forks(ContinuationSampler, type(rollouts.protocol).__name__)
 

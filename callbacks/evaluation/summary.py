@@ -9,7 +9,7 @@ import numpy as np
 from callbacks.evaluation.attempts import attempts_of, sampling_metrics
 from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
 from callbacks.evaluation_rows import AGENT, EvaluationRow
-from rollout.trajectory import StopReason
+from rollout.trajectory import LEFT_OUT, StopReason
 
 Value = Callable[[EvaluationRow], float | None]
 
@@ -75,7 +75,7 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
     for source, part in by_source(scored).items():
         metrics |= {f"{name}/{source}": mean(part, value) for name, value in scores.items()}
     for reason in StopReason:
-        if reason is not StopReason.INFRASTRUCTURE:
+        if reason not in LEFT_OUT:
             metrics[f"stop/{reason.value}"] = mean(scored, lambda row, r=reason.value: float(row.stop_reason == r))
     metrics |= {name: mean(scored, value) for name, value in MEANS.items()}
     for tool in sorted({tool for row in scored for tool in row.calls}):

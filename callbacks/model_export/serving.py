@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.protocols.call_readers import HARMONY
+from rollout.programs.protocol import ProgramProtocol
+from rollout.programs.requests import Tools
+from rollout.protocols.call_readers import HARMONY, PROBES
 from rollout.tokenizer import load_tokenizer
 
 TEMPLATE = "rollout_template.jinja"
@@ -21,6 +23,7 @@ def serve_flags(protocol: Any) -> list[str]:
     The protocol's ``reader`` names vLLM's parsers. A protocol that reads its own tags gets no parser: vLLM's server
     cannot read them.
     """
+    protocol = _with_tools(protocol)
     reader, options = getattr(protocol, "reader", None), getattr(getattr(protocol, "chat", None), "options", None)
     flags = []
     if reader is not None and protocol.tools and reader.tool_parser:
@@ -28,6 +31,11 @@ def serve_flags(protocol: Any) -> list[str]:
     if reader is not None and reader.reasoning_parser and _thinks(protocol):
         flags += ["--reasoning-parser", reader.reasoning_parser]
     return flags + (["--default-chat-template-kwargs", json.dumps(options)] if options else [])
+
+
+def _with_tools(protocol: Any) -> Any:
+    """Return a program's protocol as it is with tools, which otherwise come with each request."""
+    return protocol.format_for(Tools(tuple(PROBES), "probes")) if isinstance(protocol, ProgramProtocol) else protocol
 
 
 def _thinks(protocol: Any) -> bool:
@@ -48,6 +56,7 @@ def template_flags(protocol: Any, folder: Path, called: str) -> list[str]:
     Args:
         called: the folder's path in the command.
     """
+    protocol = _with_tools(protocol)
     tools = getattr(getattr(protocol, "chat", None), "tools", None) or None
     ours, exported = (_template(tokenizer, tools) for tokenizer in (protocol.tokenizer, load_tokenizer(str(folder))))
     if ours and getattr(protocol, "tools_in", "") in ("none", "trained") and protocol.tools:

@@ -126,11 +126,11 @@ def _header(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
 
 
 def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return one part of a page for each turn that has its own prompt. A prompt is one text with its ids: a span per
-    token would make a page of fifty turns too large for a browser."""
+    """Return one part of a page for each turn, if turns or conversations have their own prompts. A prompt is one text
+    with its ids: a span per token would make a page of fifty turns too large for a browser."""
     trajectory, parts = item.trajectory, []
     for number, (turn, line) in enumerate(zip(trajectory.turns, _turn_lines(item), strict=True)):
-        begins = turn.prompt_ids is not None or not number
+        begins, shown = turn.prompt_ids is not None or not number, turn.observation_end > turn.end
         ids = (turn.prompt_ids or trajectory.prompt_ids) if begins else ()
         parts.append(
             {
@@ -140,7 +140,7 @@ def _turns(item: PageItem, tokenizer: PreTrainedTokenizerBase) -> list[dict[str,
                 "prompt_text": str(tokenizer.decode(list(ids), skip_special_tokens=False)),
                 "prompt_ids": " ".join(map(str, ids)),
                 "response": _response(item, tokenizer, slice(turn.start, turn.observation_end)),
-                "seen": "\n".join(call.result.text for call in trajectory.calls if call.turn == number),
+                "seen": "" if shown else "\n".join(c.result.text for c in trajectory.calls if c.turn == number),
             }
         )
     return parts

@@ -10,7 +10,7 @@ import lightning as L
 
 from callbacks.trainer import callbacks_of, data_module
 from common.ranks import gather_objects
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Trajectory, split_turns
 
 
 class Throughput(L.Callback):
@@ -121,7 +121,7 @@ def rollout_tokens_per_s(batch: Sequence[Trajectory], rollout_s: float) -> float
 
 
 def _rates(batch: Sequence[Trajectory], iteration_s: float) -> dict[str, float]:
-    tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in batch)
+    tokens = sum(len(row.prompt_ids) + len(row.response_ids) for t in batch for row in split_turns(t))
     return {
         "throughput/trajectories_per_s": len(batch) / iteration_s,
         "throughput/tokens_per_s": tokens / iteration_s,

@@ -196,7 +196,10 @@ class GenerateTrajectories:
             failed = {t.task.id for t in trajectories if t.left_out}
             if not failed:
                 break
-            logger.warning("infrastructure failed trajectories of %d questions; trying them again", len(failed))
+            logger.warning(
+                "%d questions have trajectories that failed by infrastructure or have no reward; trying them again",
+                len(failed),
+            )
             again = {(t.group, t.index): t for t in attempt([task for task in tasks if task.id in failed])}
             trajectories = [again[t.group, t.index] if t.left_out else t for t in trajectories]
         return trajectories

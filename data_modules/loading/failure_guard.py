@@ -50,15 +50,12 @@ class FailureGuard:
         if self._bad_in_a_row >= self.patience:
             times = f" {self.patience} times in a row" if self.patience > 1 else ""
             last = f" Last reason on this rank: {reasons[-1]}." if reasons else ""
-            unscored = any(t.stop_reason is StopReason.UNSCORED for t in trajectories)
-            why = "have no reward, or failed" if unscored else "failed"
-            cure = (
-                "return a reward from the program, or set its limit_reward"
-                if unscored
-                else ("see that retriever and engine are up and fast enough")
-            )
+            unscored, cure = "", "See that retriever and engine are up and fast enough"
+            if any(t.stop_reason is StopReason.UNSCORED for t in trajectories):
+                unscored = " or have no reward"
+                cure = "Let the program return a reward, or set its failure_reward"
             raise TooManyFailuresError(
-                f"{what}: {failed} of {total} trajectories {why} by infrastructure, more than the allowed "
-                f"{self.max_share:.0%}{times} (options max_infrastructure_failures, max_consecutive_failures).{last} "
-                f"{cure[0].upper()}{cure[1:]}, then continue after the last checkpoint: {continue_command()}"
+                f"{what}: {failed} of {total} trajectories failed by infrastructure{unscored}, more than the "
+                f"allowed {self.max_share:.0%}{times} (options max_infrastructure_failures, max_consecutive_failures)."
+                f"{last} {cure}, then continue after the last checkpoint: {continue_command()}"
             )

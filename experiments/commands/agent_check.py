@@ -17,7 +17,7 @@ from experiments.stages.context import RunContext
 
 if TYPE_CHECKING:
     from rollout.programs.loop import Report
-    from rollout.trajectory import Task
+    from rollout.trajectory import Task, Trajectory
 
 
 @command(
@@ -33,8 +33,8 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
     Raises:
         ExperimentError: the experiment has no program, or no model to start from.
     """
+    from data_modules.loading.decoding import Decoding
     from experiments.stages.parser import instantiate
-    from rollout.engines.base import SamplingParams
 
     config = copy.deepcopy(make_graph(context).target().config)
     rollouts = rollouts_of(config)
@@ -55,9 +55,9 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
     print(f"task {task.id}: {task.question}\nloading {policy or 'the engine'} ...", flush=True)
     try:
         system.start()
-        seed, limit = context.seed or 0, system.budgets.max_turn_tokens
-        system.rollout([task], n=1, sampling=SamplingParams(max_new_tokens=limit), seed=seed)
-        print("\n".join(described(system.agent_loop.reports[-1], system.failures)))
+        given = data_arguments(config).get("train_sampling") or {}
+        [trajectory] = system.rollout([task], n=1, sampling=Decoding(**given).params, seed=context.seed or 0)
+        print("\n".join(described(system.agent_loop.reports[-1], trajectory, system.failures)))
     finally:
         system.close()
 
@@ -74,9 +74,8 @@ def first_task(config: Config) -> Task:
     return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
 
 
-def described(report: Report, failures: Sequence[str]) -> list[str]:
+def described(report: Report, trajectory: Trajectory, failures: Sequence[str]) -> list[str]:
     """Return the lines that describe a rollout: its requests in order, then its end."""
-    trajectory = report.trajectory
     place: dict[int, Any] = {
         turn.number: (row, position)
         for row, chain in enumerate(report.chains, 1)
@@ -99,8 +98,8 @@ def described(report: Report, failures: Sequence[str]) -> list[str]:
     sampled = sum(trajectory.loss_mask)
     lines += [
         "",
-        f"{len(turns)} requests in {len(report.chains)} rows: {sampled} sampled tokens in {merged} that are trained on "
-        f"(a row per request: {single})",
+        f"{len(turns)} requests in {len(report.chains)} rows of {merged} tokens in all, {sampled} of them sampled "
+        f"(a row per request: {single} tokens)",
         *(
             f"the program asked for {name} {count} times; the rollout's own sampling holds"
             for name, count in report.ignored.items()

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import FiniteFloat
-from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, per_turn_prompts
+from lightning_modules.advantage_transforms.base import (
+    AdvantageTransform,
+    Algorithm,
+    RolloutBatch,
+    per_turn_prompts,
+    plays_programs,
+)
 from lightning_modules.maths.advantages import Member, shared_token_advantages, whiten
 
 if TYPE_CHECKING:
@@ -30,6 +36,10 @@ class HardAttribution(AdvantageTransform):
     reads_old_logprobs = False
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        if plays_programs(data):
+            raise ValueError(
+                "HardAttribution shares tokens among branches, which a program does not have; leave it out"
+            )
         self._check_rows(per_turn_prompts(data))
 
     def _check_rows(self, by_turn: bool) -> None:

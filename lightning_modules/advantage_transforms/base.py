@@ -94,6 +94,11 @@ class ConfigRepr:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
+def plays_programs(data: Any) -> bool:
+    """Return whether agent programs play the tasks of a data module, perhaps in several conversations."""
+    return getattr(getattr(data, "rollouts", None), "program", None) is not None
+
+
 def per_turn_prompts(data: Any) -> bool:
     """Return whether the data module's protocol renders a new prompt for every turn. Each turn is then a row of the
     batch."""

@@ -326,10 +326,8 @@ def weigh_turns(
     """Compute the weight of the teacher's signal on each turn and token: the product of all ``weights``. Every rank
     must call.
 
-    Raises:
-        ValueError: a weight compares turns, but each turn is a row.
+    Turns are those of a row: of a whole trajectory, or of one conversation of a program.
     """
-    check_rows(weights, any(t.row is not None for t in trajectories) and all(len(t.turns) == 1 for t in trajectories))
     turns = turn_index(batch.mask, turn_starts(trajectories, batch))
     divergences = turn_divergences(student, teacher, turns)
     outcome = None if advantages is None else turn_means(advantages, turns)[0]

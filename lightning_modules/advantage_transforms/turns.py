@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.ranges import NonNegativeFloat, UnitInterval
-from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.base import (
+    AdvantageTransform,
+    Algorithm,
+    RolloutBatch,
+    plays_programs,
+    validate_choice,
+)
 from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_starts
 from lightning_modules.batch import TokenBatch
 from lightning_modules.maths.turn_advantages import (
@@ -155,6 +162,12 @@ class StateAdvantages(TurnAdvantages):
         self.turn_weight, self.gamma = turn_weight, gamma
         self.turn_norm: TurnNorm = validate_choice("turn_norm", turn_norm, TurnNorm)
         self.similarity = similarity
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse agent programs, whose turns have no states of an environment."""
+        super().check_data(algorithm, data)
+        if plays_programs(data):
+            raise ValueError("GiGPO compares states of an environment, which a program does not have; take GRPO")
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:
         groups = [turn.episode.group for turn in turns]

@@ -12,7 +12,7 @@ from lightning_modules.batch import TokenBatch
 from lightning_modules.maths.correction import Correction, ratios
 from lightning_modules.maths.losses import zero_variance_groups
 from lightning_modules.metrics import StepMetrics
-from rollout.trajectory import StopReason, Trajectory
+from rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 from rollout.trajectory_metrics import rollout_metrics
 
 
@@ -48,7 +48,7 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
         constant = zero_variance_groups(torch.tensor([reward.total for reward in rewards]), groups)
         metrics.mean("train/zero_variance_groups", constant, len(set(groups)))
     for reason in StopReason:
-        if reason is not StopReason.INFRASTRUCTURE:
+        if reason not in LEFT_OUT:
             metrics.mean(f"train/stop/{reason}", sum(t.stop_reason is reason for t in usable), len(usable))
     found = rollout_metrics(trajectories)
     for name, value in found.sums().items():

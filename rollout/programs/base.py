@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, Protocol
 
 from rollout.trajectory import Task, finite_number
@@ -43,8 +44,10 @@ class ProgramResult:
             return cls()
         if isinstance(returned, str):
             return cls(answer=returned)
-        if not isinstance(returned, Mapping):
+        if isinstance(returned, Number) or getattr(returned, "ndim", None) == 0:
             return cls(finite_number(returned, "the program's reward"))
+        if not isinstance(returned, Mapping):
+            raise ProgramError(f"it returned {type(returned).__name__}; expected a number, a text, a dict or None")
         answer, metrics = returned.get("answer"), returned.get("metrics") or {}
         if set(returned) - set(KEYS) or not isinstance(metrics, Mapping):
             raise ProgramError(
@@ -69,11 +72,11 @@ class Program(Protocol):
     """An agent program. It may have ``async start()``, which runs, or fails, before a model loads.
 
     Attributes:
-        limit_reward: reward of a rollout that fails at a limit of turns, tokens or time, if the program has posted
-            none. None: it is not scored.
+        failure_reward: reward of a rollout whose program fails (it raises or dies, also at a limit of turns, tokens or
+            time) and has posted none. None: it is not scored.
     """
 
-    limit_reward: float | None
+    failure_reward: float | None
 
     async def run(self, task: Task, model: Model) -> ProgramResult:
         """Play one task. Raises ProgramError if the program fails, TimeoutError when its time is over, and

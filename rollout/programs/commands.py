@@ -18,12 +18,14 @@ from typing import Any, Literal
 from common.async_calls import PerLoop
 from common.errors import one_line
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
+from common.text import whole
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.trajectory import RewardError, Task
 
 MARK = "COMPACT_AGENTS_ROLLOUT"  # in the environment of all processes of a rollout, by which they are found
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")  # of the trainer's environment; nothing else is passed on
-POLL_S = 0.02
+POLL_S, PIPES_S = 0.02, 1.0
+VARIABLE_BYTES = 100_000  # Linux allows 131,072
 ERROR_BYTES = 2000  # of the standard error, for messages
 ISOLATED = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--")
 
@@ -32,8 +34,8 @@ class CommandProgram:
     """Runs a command as the agent. Its working folder is temporary and removed afterwards.
 
     Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, which OpenAI's clients read,
-    ``TASK_ID``, ``TASK_QUESTION``, and ``TASK_FILE``, a JSON file with all fields of the task. ``python`` is the
-    trainer's.
+    ``TASK_ID``, ``TASK_QUESTION`` (empty above 100 kB), and ``TASK_FILE``, a JSON file with all fields of the task.
+    ``python`` is the trainer's.
 
     When the command ends, or its time, all processes that it has started are killed. Without ``isolated`` a process
     that changes its environment can hide from that.
@@ -45,10 +47,11 @@ class CommandProgram:
             reward 1, another code reward 0, a signal a failure. A reward that the program sends to ``POST
             $OPENAI_BASE_URL/reward`` comes first.
         timeout_s: seconds of one rollout, the model's time included.
-        limit_reward: reward of a rollout that fails at a limit of turns, tokens or time. null: it is not scored, and
-            left out unless there is a reward function.
+        failure_reward: reward of a rollout whose program fails, also at a limit of turns, tokens or time. null: it is
+            not scored, and left out unless there is a reward function.
         at_once: commands that run at once; others wait, and their time does not run.
-        memory_mb: address space of each of its processes.
+        memory_mb: address space of each of its processes; null: no limit. Node and Java reserve tens of GB that they
+            never use.
         output_bytes: a program that prints more is killed, and fails.
         isolated: run it in its own PID namespace, which ends with it: nothing is left behind (Linux, util-linux).
         environment: further variables.
@@ -62,9 +65,9 @@ class CommandProgram:
         command: Sequence[str],
         result: Literal["stdout", "exit_code"] = "stdout",
         timeout_s: PositiveFloat = 600.0,
-        limit_reward: FiniteFloat | None = None,
+        failure_reward: FiniteFloat | None = None,
         at_once: PositiveInt = 8,
-        memory_mb: PositiveInt = 4096,
+        memory_mb: PositiveInt | None = None,
         output_bytes: PositiveInt = 1 << 20,
         isolated: bool = False,
         environment: Mapping[str, str] | None = None,
@@ -77,7 +80,7 @@ class CommandProgram:
             if shutil.which(program, path=self._path) is None:
                 raise ValueError(f"there is no program {program!r}; expected a file or a name on the PATH")
         self.result, self.timeout_s, self.memory_mb, self.output_bytes = result, timeout_s, memory_mb, output_bytes
-        self.limit_reward, self.isolated, self.environment = limit_reward, isolated, dict(environment or {})
+        self.failure_reward, self.isolated, self.environment = failure_reward, isolated, dict(environment or {})
         self._slots = PerLoop("a program", lambda: asyncio.Semaphore(at_once))
 
     async def start(self) -> None:
@@ -95,15 +98,18 @@ class CommandProgram:
 
     async def run(self, task: Task, model: Model) -> ProgramResult:
         async with self._slots.get():
-            with tempfile.TemporaryDirectory(prefix="rollout-", ignore_cleanup_errors=True) as folder:
-                return await self._run(Path(folder), task, model)
+            folder = Path(tempfile.mkdtemp(prefix="rollout-"))
+            try:
+                return await self._run(folder, task, model)
+            finally:
+                await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
     async def close(self) -> None:
         self._slots.drop()
 
     async def _run(self, folder: Path, task: Task, model: Model) -> ProgramResult:
         mark = uuid.uuid4().hex
-        limit = ["sh", "-c", f'ulimit -v {self.memory_mb * 1024}; exec "$@"', "sh"]
+        limit = ["sh", "-c", f'ulimit -v {self.memory_mb * 1024}; exec "$@"', "sh"] if self.memory_mb else []
         process = await asyncio.create_subprocess_exec(
             *(ISOLATED if self.isolated else ()),
             *limit,
@@ -126,16 +132,20 @@ class CommandProgram:
                     await asyncio.sleep(POLL_S)
         finally:
             await _end(process, mark)
+            await asyncio.wait(reading, timeout=PIPES_S)  # a process that hides may hold the pipes open
+            for pipe in reading:
+                pipe.cancel()
+            process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]  # asyncio closes it at EOF alone
         said, errors = await asyncio.gather(*reading)
         return self._read_result(process.returncode or 0, said, errors)
 
     def _variables(self, folder: Path, task: Task, model: Model) -> dict[str, str]:
         file = folder / "task.json"
         fields = {name: getattr(task, name) for name in ("id", "question", "golden_answers", "data_source", "metadata")}
-        file.write_text(json.dumps(fields | {"gold_passages": task.gold_passages}, ensure_ascii=False))
+        file.write_text(whole(json.dumps(fields | {"gold_passages": task.gold_passages}, ensure_ascii=False)), "utf-8")
         kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
         own = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": self._path, "PYTHONUNBUFFERED": "1"}
-        asked = {"TASK_ID": task.id, "TASK_QUESTION": task.question.replace("\0", ""), "TASK_FILE": str(file)}
+        asked = {"TASK_ID": _word(task.id), "TASK_QUESTION": _word(task.question), "TASK_FILE": str(file)}
         reached = {
             "OPENAI_BASE_URL": model.base_url,
             "OPENAI_API_KEY": model.api_key,
@@ -146,11 +156,14 @@ class CommandProgram:
     async def _read(self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
         """Return what the command prints. Kills it once that is too much."""
         kept = b""
-        while piece := await stream.read(1 << 16):
-            kept += piece
-            if len(kept) > self.output_bytes:
-                _kill(process)
-                break
+        try:
+            while piece := await stream.read(1 << 16):
+                kept += piece
+                if len(kept) > self.output_bytes:
+                    _kill(process)
+                    break
+        except asyncio.CancelledError:  # what was printed before counts
+            pass
         return kept
 
     def _read_result(self, code: int, said: bytes, errors: bytes) -> ProgramResult:
@@ -158,7 +171,9 @@ class CommandProgram:
             raise ProgramError(f"it printed more than {self.output_bytes} bytes and was killed (output_bytes)")
         if code < 0 or (code > 0 and self.result == "stdout"):
             end = one_line(errors[-ERROR_BYTES:].decode(errors="replace"))[-300:]
-            ended = f"a signal ended it ({signal.Signals(-code).name})" if code < 0 else f"it ended with code {code}"
+            ended = (
+                f"a signal ended it ({signal.strsignal(-code) or -code})" if code < 0 else f"it ended with code {code}"
+            )
             raise ProgramError(f"{ended}{f': ... {end}' if end else ''}")
         if self.result == "exit_code":
             return ProgramResult(float(code == 0))
@@ -180,6 +195,12 @@ def result_of(line: str) -> ProgramResult:
     return ProgramResult(answer=value if isinstance(value, str) else line)
 
 
+def _word(text: str) -> str:
+    """Return a text as the value of a variable: without null characters, and empty if it is too long for one."""
+    word = whole(text).replace("\0", "")
+    return word if len(word.encode()) <= VARIABLE_BYTES else ""
+
+
 def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -190,14 +211,19 @@ async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
     _kill(process)
     wanted = f"{MARK}={mark}".encode()
     for _ in range(100):  # a program that forks while it is killed
-        found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _marked(int(path.name), wanted)]
+        found = await asyncio.to_thread(_marked_processes, wanted)
         if not found:
             break
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.01)
-    await asyncio.shield(process.wait())
+    while process.returncode is None:
+        await asyncio.sleep(POLL_S)
+
+
+def _marked_processes(wanted: bytes) -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _marked(int(path.name), wanted)]
 
 
 def _marked(pid: int, wanted: bytes) -> bool:

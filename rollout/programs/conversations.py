@@ -43,10 +43,10 @@ class Recorded:
     before: Recorded | None = None  # the turn whose conversation it continues, by its messages
     results: tuple[ChatMessage, ...] = ()  # of its calls, once the program has sent them back
     results_s: float = 0.0
+    ids: tuple[int, ...] = ()  # prompt and sampled
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.generation.token_ids)
+    def __post_init__(self) -> None:
+        self.ids = (*self.prompt, *self.generation.token_ids)
 
     @property
     def thinking(self) -> tuple[str | None, ...]:
@@ -75,13 +75,16 @@ class Conversations:
     asked: int = 0  # prompts written so far
     _by_key: dict[bytes, list[Recorded]] = field(default_factory=dict)
 
-    def prompt(self, request: ChatRequest) -> Prompt:
+    def prompt(self, request: ChatRequest, form: HermesProtocol) -> Prompt:
         """Return the prompt of a request: a recorded turn and what follows it, or the whole conversation rendered.
 
+        Args:
+            form: the chat format of the request's tools.
+
         Raises:
-            RequestError: the model's template refuses the messages or tools.
+            RequestError: the model's template refuses the messages.
         """
-        form, number = self.protocol.format_for(request.tools), self.asked
+        number = self.asked
         self.asked += 1
         before, why = self._continued(request)
         if before is not None and self.protocol.history == "sampled":
@@ -166,14 +169,6 @@ class Conversations:
                 chains.append([turn])
         return chains
 
-    def rows(self) -> Rows:
-        """Return the turns as tokens: the chains one after the other."""
-        rows, chains = Rows(), self.chains()
-        for chain in chains:
-            for place, turn in enumerate(chain):
-                rows.add(turn, chain[place - 1] if place else None, own_prompt=not place and len(chains) > 1)
-        return rows
-
 
 @dataclass
 class Rows:
@@ -218,6 +213,15 @@ class Rows:
         self.response_ids += ids
         self.loss_mask += [int(logprobs is not None)] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+
+def rows_of(chains: Sequence[Sequence[Recorded]]) -> Rows:
+    """Return the turns as tokens: the chains one after the other."""
+    rows = Rows()
+    for chain in chains:
+        for place, turn in enumerate(chain):
+            rows.add(turn, chain[place - 1] if place else None, own_prompt=not place and len(chains) > 1)
+    return rows
 
 
 def _same_thinking(turn: Recorded, request: ChatRequest) -> bool:

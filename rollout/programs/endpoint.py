@@ -24,11 +24,10 @@ from aiohttp import web
 
 from common.http_server import bind, listen, read_body
 from rollout.programs.base import Model
-from rollout.programs.requests import RequestError, chunks, completion, read_request
+from rollout.programs.requests import NAME, RequestError, chunks, completion, read_request
 from rollout.programs.session import GONE, Session
 from rollout.trajectory import RewardError
 
-NAME = "policy"  # of the model, in answers
 BODY_BYTES = 64 << 20
 BODY_S, IDLE_S, STOP_S = 60.0, 600.0, 1.0
 ENDED = 10_000  # secrets of rollouts that are over, which are answered 410
@@ -108,7 +107,7 @@ async def _json(request: web.Request) -> Any:
     body = await read_body(request, BODY_S)
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from error
 
 

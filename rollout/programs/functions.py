@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from common.async_calls import PerLoop
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.tools.base import OwnFault, own_faults
@@ -19,16 +21,16 @@ class PythonProgram:
     """Runs a Python function as the agent: ``function(task, model)``, see ``programs.base`` for both and for what it
     returns.
 
-    A coroutine function runs in the rollout's event loop, where thousands can wait for the model at once, and must not
+    A coroutine function runs in the rollout's event loop, where many can wait for the model at once, and must not
     block. An ordinary function runs in a thread. Its code is trusted: it has the trainer's rights. A thread whose time
-    is over cannot be ended; it gets no more turns.
+    is over cannot be ended; it gets no more turns, and does not keep the process from ending.
 
     Args:
         function: dotted path, as ``my_agents.search.solve``.
         timeout_s: seconds of one rollout, the model's time included; null: no limit.
-        limit_reward: reward of a rollout that fails at a limit of turns, tokens or time. null: it is not scored, and
-            left out unless there is a reward function.
-        threads: ordinary functions that run at once; others wait.
+        failure_reward: reward of a rollout whose program fails, also at a limit of turns, tokens or time. null: it is
+            not scored, and left out unless there is a reward function.
+        threads: ordinary functions that run at once; others wait, and their time does not run.
 
     Raises:
         ValueError: there is no such function, or it does not take two arguments.
@@ -38,31 +40,52 @@ class PythonProgram:
         self,
         function: str,
         timeout_s: PositiveFloat | None = 600.0,
-        limit_reward: FiniteFloat | None = None,
+        failure_reward: FiniteFloat | None = None,
         threads: PositiveInt = 64,
     ) -> None:
-        self.name, self.timeout_s, self.limit_reward, self.threads = function, timeout_s, limit_reward, threads
+        self.name, self.timeout_s, self.failure_reward = function, timeout_s, failure_reward
         self._function = _imported(function)
-        self._pool: ThreadPoolExecutor | None = None
+        self._slots = PerLoop("a program", lambda: asyncio.Semaphore(threads))
 
     async def run(self, task: Task, model: Model) -> ProgramResult:
+        waits = inspect.iscoroutinefunction(self._function)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with contextlib.nullcontext() if waits else self._slots.get(), asyncio.timeout(self.timeout_s):
                 with own_faults():
-                    return ProgramResult.of(await self._call(task, model))
+                    returned = self._function(task, model) if waits else _in_thread(self._function, task, model)
+                    returned = await returned
+                    if inspect.isawaitable(returned):  # a coroutine function in a decorator
+                        returned = await returned
+                    return ProgramResult.of(returned)
         except OwnFault as fault:
             raise ProgramError(f"{self.name} raised {fault}") from fault.__cause__
 
-    async def _call(self, task: Task, model: Model) -> Any:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(task, model)
-        self._pool = self._pool or ThreadPoolExecutor(self.threads, "program")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._function, task, model)
-
     async def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        self._slots.drop()
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    """Call a function in a thread of its own. Unlike an executor's, the thread is no reason for the process to wait."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():  # not cancelled
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def call() -> None:
+        result, error = None, None
+        try:
+            result = function(*arguments)
+        except StopIteration as stop:  # a future cannot hold it
+            error = RuntimeError(f"StopIteration: {stop}")
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=call, daemon=True, name="program").start()
+    return future
 
 
 def _imported(path: str) -> Callable[[Task, Model], Any]:

@@ -14,12 +14,13 @@ from typing import Any, cast
 from rollout.engines.base import Engine, EngineGone, Generation
 from rollout.loop.agent_loop import Budgets, Request
 from rollout.programs.base import Model, Program, ProgramError, ProgramResult
-from rollout.programs.conversations import Recorded
+from rollout.programs.conversations import Recorded, rows_of
 from rollout.programs.endpoint import Endpoint
 from rollout.programs.protocol import ProgramProtocol
 from rollout.programs.session import Session
 from rollout.protocols.base import PromptMode
 from rollout.trajectory import (
+    LEFT_OUT,
     InfrastructureError,
     Reward,
     StopReason,
@@ -29,7 +30,8 @@ from rollout.trajectory import (
     scored_by,
 )
 
-LIMITS = (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.PROGRAM_TIMEOUT)
+FAILED = (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.PROGRAM_TIMEOUT, StopReason.PROGRAM_FAILED)
+LEAVE_S = 5.0  # that a program may take to end after it was cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,6 @@ class Report:
     task: str
     chains: Sequence[Sequence[Recorded]]
     ignored: dict[str, int]  # options of requests that the rollout's sampling replaces
-    trajectory: Trajectory
 
 
 class ProgramLoop:
@@ -99,7 +100,7 @@ class ProgramLoop:
 
         async def on_turn(generation: Generation) -> None:
             if watch is not None:
-                await watch(cast("Any", session.conversations.rows()), generation)
+                await watch(cast("Any", rows_of(session.conversations.chains())), generation)
 
         session = Session(self.engine, self.protocol, self.budgets, request.sampling, parts, on_turn)
         name = f"{group}/{index}"
@@ -113,18 +114,21 @@ class ProgramLoop:
             reason, why = StopReason.INFRASTRUCTURE, str(error)
         except TimeoutError:
             reason, why = session.limit or StopReason.PROGRAM_TIMEOUT, "the program's time was over"
+        except OSError as error:  # no process or no room for one
+            reason, why = StopReason.INFRASTRUCTURE, f"the program could not be run: {error}"
         except ProgramError as error:
             reason, why = session.limit or StopReason.PROGRAM_FAILED, f"the program failed: {error}"
         reward = session.reward if session.reward is not None else result.reward
-        if reward is None and reason in LIMITS:
-            reward = self.program.limit_reward
+        if reward is None and reason in FAILED:
+            reward = self.program.failure_reward
         if reward is None and not self.scored and reason is not StopReason.INFRASTRUCTURE:
             reason, why = StopReason.UNSCORED, why or "the program returned no reward"
-        if why:
-            logger.warning("rollout %s: %s", name, why)
-        if reason in (StopReason.INFRASTRUCTURE, StopReason.UNSCORED):
+        if reason in LEFT_OUT:
             self.failures.append(why)
-        rows = session.conversations.rows()
+        if why:
+            logger.log(logging.WARNING if reason in LEFT_OUT else logging.DEBUG, "rollout %s: %s", name, why)
+        chains = session.conversations.chains()
+        rows = rows_of(chains)
         found = Reward(reward, {"program": reward} | session.metrics | result.metrics) if reward is not None else None
         trajectory = Trajectory(
             task=task,
@@ -142,7 +146,7 @@ class ProgramLoop:
             seconds=time.monotonic() - began,
             tokens_computed=sum(len(turn.ids) - turn.generation.cached_tokens for turn in session.conversations.turns),
         )
-        self.reports.append(Report(name, session.conversations.chains(), dict(session.ignored), trajectory))
+        self.reports.append(Report(name, chains, dict(session.ignored)))
         return trajectory
 
     async def _play(self, task: Task, model: Model, session: Session) -> ProgramResult:
@@ -154,11 +158,17 @@ class ProgramLoop:
                 raise session.broken.result()
             return playing.result()
         finally:
+            session.end()
+            playing.cancel()
             if not playing.done():
-                playing.cancel()
-                await asyncio.wait((playing,))
-            if not playing.cancelled():
-                playing.exception()  # it was read, or the engine's failure comes first
+                await asyncio.wait((playing,), timeout=LEAVE_S)
+            playing.add_done_callback(_read_error)
+
+
+def _read_error(playing: asyncio.Future[ProgramResult]) -> None:
+    """Read a program's error, which is raised elsewhere or comes too late, so that asyncio does not log it."""
+    if not playing.cancelled():
+        playing.exception()
 
 
 @dataclass(frozen=True, slots=True)

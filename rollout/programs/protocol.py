@@ -58,11 +58,9 @@ class ProgramProtocol(TextProtocol):
         Raises:
             RequestError: the model's template cannot write these tools or their calls.
         """
-        if (known := self._formats.get(tools.key)) is not None:  # without the lock: another thread may be making one
-            return known
         with self._lock:
-            if tools.key in self._formats:
-                return self._formats[tools.key]
+            if (known := self.known_format(tools)) is not None:
+                return known
             try:
                 made = HermesProtocol(
                     self.folder,
@@ -81,9 +79,12 @@ class ProgramProtocol(TextProtocol):
                 self._formats.pop(next(iter(self._formats)))
             return made
 
-    def knows(self, tools: Tools) -> bool:
-        """Return whether ``format_for`` returns at once."""
-        return tools.key in self._formats
+    def known_format(self, tools: Tools) -> HermesProtocol | None:
+        """Return the chat format for a list of tools if it is kept, and keep it for longer; else None."""
+        known = self._formats.pop(tools.key, None)
+        if known is not None:
+            self._formats[tools.key] = known
+        return known
 
     def prompt_ids(self, task: Task, mode: PromptMode = PromptMode.AGENT) -> list[int]:
         """Raises ValueError: what the model reads of a task is known only once the program asks."""

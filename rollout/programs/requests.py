@@ -13,6 +13,7 @@ from typing import Any
 from rollout.tools.schemas import read_schemas
 from rollout.trajectory import ToolRequest
 
+NAME = "policy"  # of the model, in answers
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Options that would change what is sampled in ways that a rollout cannot follow, and their values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -116,6 +117,13 @@ def read_request(body: Any) -> ChatRequest:
     Raises:
         RequestError: it is malformed, or asks for what a rollout cannot give.
     """
+    try:
+        return _read(body)
+    except RecursionError:
+        raise RequestError("the request is nested too deeply") from None
+
+
+def _read(body: Any) -> ChatRequest:
     if not isinstance(body, dict):
         raise RequestError(f"the body is {_kind(body)}; expected a JSON object")
     for name, harmless in REFUSED.items():
@@ -138,11 +146,6 @@ def read_request(body: Any) -> ChatRequest:
         usage=bool(options.get("include_usage")) if isinstance(options, dict) else False,
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
     )
-
-
-def canonical(value: Any) -> str:
-    """Return a JSON value as text that does not depend on the order of keys, or on keys whose value is null."""
-    return json.dumps(without_nulls(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def without_nulls(value: Any) -> Any:
@@ -171,7 +174,7 @@ def _messages(given: Sequence[Any]) -> tuple[tuple[ChatMessage, ...], tuple[str 
             if number <= len(given):
                 raise RequestError(f"message {number} is null; expected an object with a role")
             break
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             known = ", ".join(ROLES)
             raise RequestError(f"message {number} has the role {json.dumps(role)[:50]}; expected one of {known}")
         where = f"message {number} ({role})"
@@ -183,7 +186,7 @@ def _messages(given: Sequence[Any]) -> tuple[tuple[ChatMessage, ...], tuple[str 
         calls = _calls(message.get("tool_calls"), where) if role == "assistant" else []
         waiting = {identity: place for place, (identity, _, _) in enumerate(calls)}
         messages.append(ChatMessage(ROLES[role], content, tuple((name, text) for _, name, text in calls)))
-        thought = next((text for key in THINKING if isinstance(text := message.get(key), str)), None)
+        thought = next((text for key in THINKING if isinstance(text := message.get(key), str) and text), None)
         thinking.append(thought if role == "assistant" else None)
     return tuple(messages), tuple(thinking)
 
@@ -192,21 +195,21 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts = []
+    texts: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
-            part.get(kind, part.get("text")), str
-        ):
-            raise RequestError(
-                f"the content of {where} has a part of type {kind or _kind(part)}; expected text", "unsupported"
-            )
-        texts.append(part.get("text", part.get(kind)))
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            shown = kind if isinstance(kind, str) else _kind(part)
+            raise RequestError(f"the content of {where} has a part of type {shown}; expected text", "unsupported")
+        texts.append(text)
     return "".join(texts)
 
 
 def _calls(given: Any, where: str) -> list[tuple[str, str, str]]:
     """Return (id, name, arguments as canonical JSON) of each tool call of a message."""
+    if not isinstance(given, list | None):
+        raise RequestError(f"tool_calls of {where} is {_kind(given)}; expected a list")
     calls = []
     for call in given or ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -215,7 +218,7 @@ def _calls(given: Any, where: str) -> list[tuple[str, str, str]]:
         arguments = function.get("arguments") or {}
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise RequestError(f"the arguments of {function['name']} in {where} are no JSON object")
@@ -235,16 +238,19 @@ def _read_tools(text: str) -> Tools:
     if other := next((tool.get("type") for tool in given if tool.get("type", "function") != "function"), None):
         raise RequestError(f"tools has one of type {other!r}; expected functions", "unsupported")
     functions = [without_nulls(tool.get("function", tool)) for tool in given]
+    if other := next((f for f in functions if not isinstance(f, dict)), None):
+        raise RequestError(f"tools has a function that is {_kind(other)}; expected an object with name and parameters")
     empty = {"type": "object", "properties": {}}  # a tool without parameters may leave them out
     try:
-        schemas = read_schemas([{"parameters": empty} | f if isinstance(f, dict) else f for f in functions])
+        schemas = read_schemas([{"parameters": empty} | f for f in functions])
     except ValueError as error:
         raise RequestError(str(error)) from error
-    return Tools(schemas, canonical(list(schemas)))
+    return Tools(schemas, json.dumps(schemas, sort_keys=True))
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    given = body.get("max_completion_tokens", body.get("max_tokens"))
+    both = (body.get("max_completion_tokens"), body.get("max_tokens"))
+    given = next((value for value in both if value is not None), None)
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:

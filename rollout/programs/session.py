@@ -16,8 +16,8 @@ from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.loop.agent_loop import Budgets
 from rollout.programs.conversations import Conversations, Prompt
 from rollout.programs.protocol import ProgramProtocol
-from rollout.programs.requests import ChatRequest, Reply, RequestError, completion, read_request
-from rollout.protocols.call_formats import MalformedCall, UnclosedThinking
+from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, completion, read_request
+from rollout.protocols.call_formats import UnclosedThinking
 from rollout.protocols.hermes import CUT, UNCLOSED, UNREADABLE
 from rollout.tags import boxed, unwrapped
 from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, finite_number
@@ -52,7 +52,7 @@ class Session:
         self.broken: asyncio.Future[InfrastructureError] = asyncio.get_running_loop().create_future()
         self._seed_parts, self._prompts, self._on_turn = seed_parts, Counter[bytes](), on_turn
         self._sampling: set[asyncio.Future[Any]] = set()
-        self._tokens = self._reserved = 0  # sampled, and those that requests in flight may still sample
+        self._tokens = 0  # sampled; parallel requests may pass max_response_tokens by a turn each
         self._over = False
 
     def end(self) -> None:
@@ -63,7 +63,8 @@ class Session:
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         """Answer a request in the form of a chat completion. Raises RequestError."""
-        return completion(await self.reply(read_request(body | {"stream": False})), "policy")
+        await asyncio.sleep(0)  # a program that repeats a refused request lets others run
+        return completion(await self.reply(read_request(body | {"stream": False})), NAME)
 
     def post_reward(self, body: Any) -> None:
         """Take the program's reward, ``{"reward": number or null, "metrics": {...}}``; the last one counts. Raises
@@ -73,8 +74,9 @@ class Session:
         if not isinstance(body, dict) or "reward" not in body or not isinstance(body.get("metrics") or {}, dict):
             raise RequestError('the body is no object like {"reward": 1.0, "metrics": {"solved": 1}}')
         reward = body["reward"]
+        metrics = {k: finite_number(v, f"the metric {k!r}") for k, v in (body.get("metrics") or {}).items()}
         self.reward = None if reward is None else finite_number(reward, "the posted reward")
-        self.metrics = {k: finite_number(v, f"the metric {k!r}") for k, v in (body.get("metrics") or {}).items()}
+        self.metrics = metrics
 
     async def reply(self, request: ChatRequest) -> Reply:
         """Sample the turn that answers a request, and record it.
@@ -83,19 +85,19 @@ class Session:
             RequestError: over a limit, a request that the template cannot write, a rollout that is over (status 410),
                 or an engine that has failed (503).
         """
-        if not self._over and not self.protocol.knows(request.tools):
-            await asyncio.to_thread(self.protocol.format_for, request.tools)
+        self._check_open()
+        form = self.protocol.known_format(request.tools)
+        form = form or await asyncio.to_thread(self.protocol.format_for, request.tools)
         self._check_open()
         if len(self.conversations.turns) + len(self._sampling) >= self.budgets.max_turns:
             self._refuse(StopReason.MAX_TURNS, f"the rollout has had its {self.budgets.max_turns} turns (max_turns)")
-        prompt = self.conversations.prompt(request)
+        prompt = self.conversations.prompt(request, form)
         self.conversations.answer(prompt.before, request, time.monotonic())
         allowed = self._allowed(prompt, request)
         try:
             params = self._params(prompt, request, allowed).checked()
         except ValueError as error:
             raise RequestError(str(error)) from error
-        self._reserved += allowed
         self.ignored.update(request.ignored)
         generating = asyncio.ensure_future(self.engine.generate(prompt.ids, params))
         self._sampling.add(generating)
@@ -111,7 +113,6 @@ class Session:
             raise RequestError(f"the engine failed: {error}", status=503) from error
         finally:
             self._sampling.discard(generating)
-            self._reserved -= allowed
         self._check_open()
         action, reply = self._read(prompt, generation)
         self._tokens += len(generation.token_ids)
@@ -132,7 +133,7 @@ class Session:
     def _allowed(self, prompt: Prompt, request: ChatRequest) -> int:
         """Return the number of tokens that the turn may have."""
         held, budgets = len(prompt.ids), self.budgets
-        room = budgets.room(held, self._tokens + self._reserved)
+        room = budgets.room(held, self._tokens)
         if room <= 0:
             full = budgets.max_length is not None and held >= budgets.max_length
             sampled = f"{self._tokens} tokens are sampled, and max_response_tokens is {budgets.max_response_tokens}"
@@ -169,18 +170,16 @@ class Session:
         except UnclosedThinking:
             error = UNCLOSED.format(closing=chat.thinking_tags[1]) if ended else CUT
             action = Action(ActionKind.INVALID, error=error, ended=ended)
-        except MalformedCall as fault:
+        except Exception as fault:  # a call that cannot be read, in whatever way: the turn is sampled and stays
             said = whole.rpartition(chat.thinking_tags[1])[2]
-            error = UNREADABLE.format(reason=fault, form=reader.form)
+            error = UNREADABLE.format(reason=fault or type(fault).__name__, form=reader.form)
             action = Action(ActionKind.INVALID, error=error, ended=ended)
-        thinking = whole.removesuffix(said) if whole.endswith(said) else ""
+        thinking = whole.removesuffix(said) if whole.endswith(said) and reader.turn is None else ""
         for tag in chat.thinking_tags:
             thinking = thinking.replace(tag, "")
         if calls:
-            action, said = (
-                Action(ActionKind.CALL, calls),
-                said.partition(reader.beginning)[0] if reader.beginning else "",
-            )
+            action = Action(ActionKind.CALL, calls)
+            said = said.partition(reader.beginning)[0] if reader.beginning else ""
         elif action is None and ended:
             content = boxed(said)
             action = Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))

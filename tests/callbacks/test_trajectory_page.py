@@ -207,6 +207,25 @@ def test_turns_with_prompts_of_their_own_are_shown_one_by_one(tokenizer):
     assert "advantages +0.25" in notes[end - 1] and "advantages -1" in notes[end]
 
 
+def test_conversations_of_a_program_are_shown_with_the_messages_between_their_turns(tokenizer):
+    words = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("<go>", "seen & done", "<stop>")]
+    ends = [len(words[0]), len(words[0] + words[1]), len(words[0] + words[1] + words[2])]
+    base = make_trajectory(kinds=(ActionKind.CALL, ActionKind.CALL), calls=(make_call(0, "on", ()),))
+    prompt = tuple(tokenizer("<|im_start|>user\nroom").input_ids)
+    turns = (
+        dataclasses.replace(base.turns[0], end=ends[0], observation_end=ends[1], prompt_ids=prompt),
+        dataclasses.replace(base.turns[1], start=ends[1], end=ends[2], observation_end=ends[2], prompt_ids=None),
+    )
+    mask = tuple(int(not ends[0] <= i < ends[1]) for i in range(ends[2]))
+    changes = {"prompt_ids": prompt, "response_ids": words[0] + words[1] + words[2], "turns": turns, "loss_mask": mask}
+    trajectory = base.replace(**changes, logprobs=tuple(-0.5 * m for m in mask))
+    html = render_page("t", [PageItem(trajectory, "best")], tokenizer)
+    assert html.count("<details>") == 1 and "continues turn 1" in html and f"{len(prompt)} tokens" in html
+    roles = [(role, text) for role, _, text in Page(html).tokens if role in "mo"]
+    assert "".join(text for role, text in roles if role == "o") == "seen & done"
+    assert "".join(text for role, text in roles if role == "m") == "<go><stop>"
+
+
 def test_characters_split_over_tokens_appear_once_and_whole(tokenizer):
     ids = tokenizer("naïve 東京 🏠!", add_special_tokens=False).input_ids
     texts = token_texts(tokenizer, ids)

@@ -30,7 +30,8 @@ INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 
 # Options for which a value of the sweep is legitimate. A float of 0 switches off what it weighs: legitimate.
 NEGATIVE = {
-    "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight", "DGPO.success_threshold",
+    "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight",
+    "CommandProgram.failure_reward", "DGPO.success_threshold", "PythonProgram.failure_reward",
     "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "IncorrectOnly.success_threshold",
 }  # fmt: skip
 ZERO_INTEGERS = {

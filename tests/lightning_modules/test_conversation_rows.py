@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_modules.algorithms.arpo import ARPO
+from lightning_modules.algorithms.episode_grpo import GiGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, collate
@@ -64,9 +67,8 @@ def test_a_row_begins_at_each_conversation(groups):
     whole, first, second = groups[2], rows[2], rows[3]
     assert first.response_ids + second.response_ids == whole.response_ids
     assert second.prompt_ids == whole.turns[3].prompt_ids and second.turns[0].start == 0
-    assert [turn.observation_end - turn.end for turn in (*first.turns, *second.turns)] == [
-        turn.observation_end - turn.end for turn in whole.turns
-    ]
+    between = [turn.observation_end - turn.end for turn in whole.turns]
+    assert [turn.observation_end - turn.end for turn in (*first.turns, *second.turns)] == between
 
 
 @pytest.mark.parametrize("method", ["grpo", "opd"])
@@ -128,5 +130,8 @@ def test_members_by_hand():
 def test_sods_weights_compare_the_turns_of_each_conversation(groups, model_dir, teacher_dir):
     module = SOD(str(model_dir), teacher=str(model_dir), lr=1e-3)
     fit(module, [groups])
-    with pytest.raises(ValueError, match="compares the turns of a conversation"):
-        fit(SOD(str(model_dir), teacher=str(model_dir), lr=1e-3), [[apart_all(t) for t in groups]])
+    program = SimpleNamespace(rollouts=SimpleNamespace(program=object(), protocol=None, budgets=None))
+    SOD("p", "t").check_data(program)
+    for refused, why in ((GiGPO("p"), "GiGPO compares states"), (ARPO("p", "hard"), "HardAttribution shares tokens")):
+        with pytest.raises(ValueError, match=why):
+            refused.check_data(program)

@@ -51,7 +51,8 @@ def test_figures_by_hand():
     log_rollout(metrics, group())
     found = metrics.reduce()
     assert {name: found[name] for name in EXPECTED} == pytest.approx(EXPECTED)
-    others = {f"train/stop/{reason}" for reason in ("eos", "max_turns", "length", "environment_done")}
+    never = "eos max_turns length environment_done program_done program_failed program_timeout".split()
+    others = {f"train/stop/{reason}" for reason in never}
     assert set(found) - set(EXPECTED) == others and not any(found[name] for name in others)
 
 

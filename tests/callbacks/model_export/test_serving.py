@@ -35,6 +35,7 @@ def config(tokenizer: str, protocol: str = HERMES, **arguments):
             [*AUTO, "hermes", "--default-chat-template-kwargs", '{"enable_thinking": false}'],
         ),
         ("qwen2_5", "rollout.protocols.search_r1.SearchR1Protocol", {}, []),
+        ("qwen3", "rollout.programs.protocol.ProgramProtocol", {}, [*AUTO, "hermes", "--reasoning-parser", "qwen3"]),
     ],
 )
 def test_flags_follow_the_protocol(tmp_path, name, protocol, arguments, flags):

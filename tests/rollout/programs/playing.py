@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rollout.engines.base import SamplingParams
+from rollout.engines.base import Generation, SamplingParams
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.rewards.base import RewardFunction
 from rollout.system import RolloutSystem
@@ -26,7 +26,7 @@ SEARCH = {
 class Own:
     """A program from a function of a test."""
 
-    limit_reward: float | None = None
+    failure_reward: float | None = None
 
     def __init__(self, play: Callable[[Task, Model], Awaitable[Any]]) -> None:
         self.play = play
@@ -65,12 +65,18 @@ class Sampler(ScriptedEngine):
 
     def __init__(self, protocol: Any, say: Callable[[str, int], str], **options: Any) -> None:
         tokenizer = protocol.tokenizer
+        self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # context and what was sampled after it
 
         def script(ids: tuple[int, ...], sampling: SamplingParams) -> list[int]:
             reply = say(protocol.decode(ids), len(self.requests) - 1)
             return split_ids(tokenizer, reply, repr((ids, len(self.requests))))
 
         super().__init__(script, tokenizer, **options)
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        generation = await super().generate(token_ids, sampling)
+        self.sampled.append((tuple(token_ids), generation.token_ids))
+        return generation
 
 
 def system_of(

@@ -25,12 +25,13 @@ def sh(script, **options):
     return CommandProgram(["sh", "-c", script], **options)
 
 
-def marked() -> list[int]:
-    """Processes of any rollout that are still alive."""
+def marked(folder: Path) -> list[int]:
+    """Processes of rollouts with temporary folders in ``folder`` that are still alive."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            found += [pid] * (MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes() and pid != os.getpid())
+            variables = Path(f"/proc/{pid}/environ").read_bytes()
+            found += [pid] * (MARK.encode() in variables and f"TMPDIR={folder}/".encode() in variables)
         except OSError:
             pass
     return found
@@ -87,6 +88,7 @@ BAD = {
     "floods errors": ("yes >&2", StopReason.PROGRAM_FAILED, "it printed more than 100000 bytes"),
     "leaves children": ("setsid sleep 600 & sleep 600 & echo 1", StopReason.PROGRAM_DONE, None),
     "children hold the pipes": ("setsid sh -c 'sleep 600' & echo 1", StopReason.PROGRAM_DONE, None),
+    "hides": ("env -i setsid sleep 60 & sleep 0.2; echo 1", StopReason.PROGRAM_DONE, None),
     "forks": ("f() { sleep 0.5; f & f; }; f & sleep 600", StopReason.PROGRAM_TIMEOUT, "time was over"),
     "leaks": (
         f"{sys.executable} -c 'x = []\nwhile True: x.append(bytes(10**7))' || exit 9",
@@ -104,6 +106,7 @@ class Zero:
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_command_costs_its_rollout_alone_and_leaves_nothing(name, protocol, tmp_path, monkeypatch, caplog):
     script, reason, said = BAD[name]
+    caplog.set_level("DEBUG", "rollout.programs.loop")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     alone = f'if [ "$TASK_ID" = bad ]; then {script}; else echo 1; fi'
@@ -114,7 +117,7 @@ def test_a_bad_command_costs_its_rollout_alone_and_leaves_nothing(name, protocol
         good, bad, fine = system.rollout(tasks, sampling=SAMPLING, seed=1)
         assert good.stop_reason is fine.stop_reason is StopReason.PROGRAM_DONE
         assert bad.stop_reason is reason and (said is None or said in caplog.text)
-        assert not marked() and not list(tmp_path.iterdir())
+        assert not marked(tmp_path) and not list(tmp_path.iterdir())
     finally:
         system.close()
 
@@ -125,6 +128,23 @@ def test_the_trainers_environment_is_not_passed_on(protocol, monkeypatch):
     trajectory = play(system_of(protocol, YES, sh("env | sort | tr '\\n' ' '", environment={"OWN": "1"})))
     names = {part.partition("=")[0] for part in (trajectory.answer or "").split(" ") if "=" in part}
     assert "OWN" in names and "OPENAI_BASE_URL" in names and not names & {"COMPACT_AGENTS_SECRET", "HF_TOKEN"}
+
+
+@pytest.mark.parametrize("question", ["a\0b", "half a pair \ud800", "x" * 200_000, "'; exit 3; '", "a\nb"])
+def test_any_text_reaches_the_command(question, protocol):
+    script = 'import json, os; t = json.load(open(os.environ["TASK_FILE"])); print(len(t["question"]))'
+    task = dataclasses.replace(TASK, id=question[:50], question=question)
+    trajectory = play(system_of(protocol, YES, CommandProgram(["python", "-c", script])), task)
+    assert trajectory.reward is not None and trajectory.reward.total == len(question)
+
+
+def test_a_command_that_cannot_start_is_an_infrastructure_failure(protocol, monkeypatch):
+    async def refused(*arguments, **options):
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", refused)
+    system = system_of(protocol, YES, sh("echo 1"))
+    assert play(system).stop_reason is StopReason.INFRASTRUCTURE and "temporarily" in system.failures[0]
 
 
 def test_commands_run_a_few_at_a_time(protocol):
@@ -143,6 +163,7 @@ def test_an_isolated_command_leaves_nothing_even_if_it_hides(protocol):
     try:
         trajectory = play(system_of(protocol, YES, program))
     except ValueError as error:
+        assert "makes no PID namespace" in str(error)
         pytest.skip(str(error))
     assert trajectory.reward.total == 1.0
     found = [p for p in filter(str.isdigit, os.listdir("/proc")) if "sleep\x00611" in _command(p)]

@@ -20,18 +20,16 @@ def message_of(answer: dict) -> dict:
 
 
 def rows_of(system) -> tuple[list, list]:
-    """The rows of one rollout as (prompt, response, mask), and the engine's requests with what it sampled, as sets of
-    ids: every row is made of requests that the engine saw."""
+    """The rows of one rollout, and its trajectory. The turns of the rows are what the engine has sampled, each once, in
+    the contexts that it has read."""
     trajectory = play(system)
-    rows = split_turns(trajectory)
-    seen = {request.token_ids for request in system.engine.requests}
-    sampled = 0
+    rows, turns = split_turns(trajectory), []
     for row in rows:
-        ids = (*row.prompt_ids, *row.response_ids)
-        for turn in row.turns:
-            assert ids[: len(row.prompt_ids) + turn.start] in seen, "a context that the engine never read"
-            sampled += turn.end - turn.start
-    assert sampled == sum(trajectory.loss_mask), "a sampled token is lost or twice in the rows"
+        ids, start = (*row.prompt_ids, *row.response_ids), len(row.prompt_ids)
+        turns += [(ids[: start + t.start], ids[start + t.start : start + t.end]) for t in row.turns]
+        covered = {i for turn in row.turns for i in range(turn.start, turn.end)}
+        assert covered == {i for i, trained in enumerate(row.loss_mask) if trained}
+    assert sorted(turns) == sorted(system.engine.sampled)
     return rows, trajectory
 
 
@@ -88,6 +86,7 @@ SAME = {
         function=dict(reversed(m[1]["tool_calls"][0]["function"].items()))
     ),
     "no thinking": lambda m: m[1].pop("reasoning_content"),
+    "empty thinking": lambda m: m[1].update(reasoning_content=""),
     "spaces in arguments": lambda m: m[1]["tool_calls"][0]["function"].update(arguments='{ "query" :"primes"}'),
 }
 

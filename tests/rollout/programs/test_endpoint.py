@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 
@@ -77,6 +78,13 @@ def test_a_stream_is_the_same_turn_and_the_same_row(protocol):
     assert rows[0].response_ids == rows[1].response_ids and rows[0].prompt_ids == rows[1].prompt_ids
 
 
+def json_text(value):
+    """JSON also of what is nested more deeply than the encoder allows."""
+    return json.dumps({k: v for k, v in value.items() if k != "x"})[:-1] + (
+        f', "x": {"[" * 99999}}}' if "x" in value else "}"
+    )
+
+
 REFUSALS = {
     "n": ({"n": 2}, "n is 2"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format is"),
@@ -91,6 +99,18 @@ REFUSALS = {
     ),
     "tool": ({"tools": [{"type": "retrieval"}]}, "tools has one of type 'retrieval'"),
     "max tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "role of another type": ({"messages": [{"role": []}]}, "message 1 has the role []"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls of message 1 (assistant) is int"),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "text": None}]}]},
+        "a part of type refusal",
+    ),
+    "name as function": ({"tools": [{"type": "function", "function": "search"}]}, "tools has a function that is str"),
+    "nested": ({"messages": [{"role": "user", "content": [[]]}], "x": 1}, "the body is no JSON"),
+    "nested arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99999}}]}]},
+        "the arguments of f",
+    ),
     "long stop": ({"stop": "x" * 300}, "sampling.stop"),
 }
 
@@ -101,7 +121,8 @@ def test_what_a_rollout_cannot_do_is_refused_in_a_line(name, protocol):
 
     async def agent(task, model):
         async with httpx.AsyncClient(base_url=model.base_url) as api:
-            answer = await api.post("/chat/completions", json={"messages": [user("q")]} | body)
+            text = json_text({"messages": [user("q")]} | body)
+            answer = await api.post("/chat/completions", content=text)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["type"] == "invalid_request_error"
         assert error["message"].startswith(said) or said in error["message"], error["message"]
@@ -149,7 +170,7 @@ def test_limits_are_errors_and_reasons(protocol):
     assert trajectory.stop_reason is StopReason.UNSCORED and len(trajectory.turns) == 3, "it failed without a reward"
 
     limited = Own(agent)
-    limited.limit_reward = -1.0
+    limited.failure_reward = -1.0
     ended = play(system_of(protocol, YES, limited, max_turns=3))
     assert ended.stop_reason is StopReason.MAX_TURNS and ended.reward.total == -1.0 and ended.trainable
 
@@ -172,6 +193,15 @@ def test_limits_are_errors_and_reasons(protocol):
 
     done = play(system_of(protocol, YES, careful, max_turns=3))
     assert done.stop_reason is StopReason.PROGRAM_DONE and done.reward.total == 0.25
+
+
+def test_parallel_requests_do_not_use_up_each_others_tokens(protocol):
+    async def agent(task, model):
+        await asyncio.gather(*(model.chat(messages=[user(str(n))]) for n in range(8)))
+        return 1
+
+    engine = Sampler(protocol, YES, latency=0.01)
+    assert len(play(system_of(protocol, engine, agent, max_response_tokens=256)).turns) == 8
 
 
 def test_without_the_secret_there_is_nothing_and_no_log_has_it(protocol, caplog):
@@ -301,6 +331,7 @@ def test_a_posted_reward_counts_even_if_the_program_dies(protocol):
         async with httpx.AsyncClient(base_url=model.base_url) as api:
             assert (await api.post("/reward", json={"score": 1})).status_code == 400
             assert (await api.post("/reward", json={"reward": "nan"})).status_code == 400
+            assert (await api.post("/reward", json={"reward": 1, "metrics": {"tests": "x"}})).status_code == 400
             await api.post("/reward", json={"reward": 0.5, "metrics": {"tests": 3}})
         await model.chat(messages=[user("q")])
         raise KeyError("later")
@@ -348,14 +379,26 @@ def test_the_rollout_is_saved_and_loaded(protocol, tmp_path):
 def test_requests_are_json_of_any_shape(protocol):
     """Whatever JSON arrives, the answer is a completion or one line of error."""
     scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
-    keys = "messages role content tool_calls function name arguments tools type stop max_tokens stream_options"
+    keys = "messages role content tool_calls function name arguments tools type text stop max_tokens stream_options"
     names = st.sampled_from(keys.split())
     values = st.recursive(
         scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4)
     )
 
+    def likely(**fields):
+        given = {name: st.just(field) if isinstance(field, str) else field | values for name, field in fields.items()}
+        return st.fixed_dictionaries({}, optional=given) | values
+
+    function = likely(name=st.text(max_size=3), arguments=st.sampled_from(["{}", "[", "{"]), parameters=st.just({}))
+    calls = st.lists(likely(id=st.text(max_size=2), function=function), max_size=2)
+    parts = st.lists(likely(type=st.sampled_from(["text", "refusal"]), text=st.text(max_size=2)), max_size=2)
+    role = st.sampled_from(["user", "assistant", "tool", "system"])
+    message = likely(role=role, content=st.text(max_size=3) | parts, tool_calls=calls, tool_call_id=st.text(max_size=2))
+    tools = st.lists(likely(type=st.just("function"), function=function), max_size=2)
+    bodies = likely(messages=st.lists(message, max_size=3), tools=tools, max_tokens=st.integers(), stop=st.text())
+
     @settings(max_examples=300, deadline=None)
-    @given(st.dictionaries(names, values, max_size=5) | values)
+    @given(bodies | values)
     def check(body):
         try:
             read_request(body)

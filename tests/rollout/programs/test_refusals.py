@@ -13,7 +13,7 @@ from data_modules.evaluation_data import EvaluationData
 from experiments.commands.agent_check import described
 from experiments.commands.cli import main
 from experiments.registry.errors import ExperimentError
-from experiments.registry.project import ROOT, Project
+from experiments.registry.project import ROOT
 from experiments.stages.rollout_tools import check_rollouts
 from rollout.programs.functions import PythonProgram
 from rollout.protocols.hermes import HermesProtocol
@@ -118,7 +118,7 @@ def test_agent_check_shows_rows_and_reasons(protocol):
 
     system = system_of(protocol, lambda text, n: call() if n == 0 else f"25{END}", agent)
     trajectory = play(system)
-    text = "\n".join(described(system.agent_loop.reports[-1], ()))
+    text = "\n".join(described(system.agent_loop.reports[-1], trajectory, ()))
     rows = [line.split(None, 5) for line in text.splitlines() if re.match(r" +\d", line)]
     assert [row[:3] for row in rows] == [["1", "1", "1"], ["2", "1", "2"], ["3", "2", "1"]]
     assert [row[5] for row in rows] == [
@@ -127,7 +127,8 @@ def test_agent_check_shows_rows_and_reasons(protocol):
         "rendered as a whole: no turn of the model in it",
     ]
     sampled = sum(trajectory.loss_mask)
-    assert f"3 requests in 2 rows: {sampled} sampled tokens" in text and "reward 0.5 (program 0.5, calls 1)" in text
+    assert f"tokens in all, {sampled} of them sampled" in text and "3 requests in 2 rows" in text
+    assert "reward 0.5 (program 0.5, calls 1)" in text
     assert "the program asked for temperature 1 times" in text and "ended by program_done" in text
 
 
@@ -145,5 +146,5 @@ def test_the_agent_on_the_page_is_valid(tmp_path, monkeypatch, model_dir, capsys
     monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "outputs"))
     options = [f"--paths.questions={tmp_path}/q.jsonl", f"--paths.model={model_dir}"]
     assert main(["dry-run", "my_agent", *options]) == 0, capsys.readouterr()
-    assert "function: my_agent.solve" in capsys.readouterr().out
-    assert Project().outputs == tmp_path / "outputs"
+    said = capsys.readouterr().out
+    assert "function: my_agent.solve" in said and "max_turns: 20" in said
