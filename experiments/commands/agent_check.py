@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 def agent_check(args: argparse.Namespace, context: RunContext) -> None:
     """Play one task with the experiment's program, and print what it asked, which requests continue a row, why others
-    were rendered anew, and how the rollout ended.
+    were rendered as a whole, and how the rollout ended.
 
     Raises:
         ExperimentError: the experiment has no program, or no model to start from.

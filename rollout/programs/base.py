@@ -13,12 +13,12 @@ KEYS = ("reward", "answer", "metrics")
 
 
 class ProgramError(RuntimeError):
-    """A program ended without a result: it raised, died, or returned something else than a result."""
+    """A program raised, died, or returned another type than a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What a program found.
+    """The result of a program.
 
     Raises:
         RewardError: on construction, if the reward or a metric is not a finite number.
@@ -36,7 +36,7 @@ class ProgramResult:
 
     @classmethod
     def of(cls, returned: Any) -> ProgramResult:
-        """Return what a program returned as a result: nothing, a text (the answer), a number (the reward), or a dict
+        """Convert a return value to a result: nothing, a text (the answer), a number (the reward), or a dict
         with some of reward, answer and metrics. Raises ProgramError for anything else."""
         if isinstance(returned, cls):
             return returned
@@ -72,8 +72,8 @@ class Program(Protocol):
     """An agent program. It may have ``async start()``, which runs, or fails, before a model loads.
 
     Attributes:
-        failure_reward: reward of a rollout whose program fails (it raises or dies, also at a limit of turns, tokens or
-            time) and has posted none. None: it is not scored.
+        failure_reward: reward of a rollout whose program fails (raises or dies, also at a limit of turns, tokens or
+            time), unless it has posted a reward. ``None`` leaves such a rollout unscored.
     """
 
     failure_reward: float | None

@@ -1,4 +1,4 @@
-"""Programs that are command lines, in any language, each rollout in processes of its own."""
+"""Programs that are command lines, in any language. Each rollout starts its command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.text import whole
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.trajectory import RewardError, Task
 
-MARK = "COMPACT_AGENTS_ROLLOUT"  # in the environment of all processes of a rollout, by which they are found
+MARK = "COMPACT_AGENTS_ROLLOUT"  # variable of all processes of a rollout; finds them at the end
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")  # of the trainer's environment; nothing else is passed on
 POLL_S, PIPES_S = 0.02, 1.0
 VARIABLE_BYTES = 100_000  # Linux allows 131,072
@@ -57,7 +57,7 @@ class CommandProgram:
         environment: further variables.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: the program is not found.
     """
 
     def __init__(

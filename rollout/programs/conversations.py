@@ -1,7 +1,7 @@
 """The conversations of one rollout: which earlier turn a request continues, and the rows that are trained on.
 
 A request continues a recorded turn if its messages begin with that turn's conversation (equal roles, texts, calls and
-tools) and go on with messages of tools or the user. Its prompt is then the recorded ids, followed by what the chat
+tools) and go on with messages of tools or the user. Its prompt is then the recorded ids, and the text that the chat
 template writes behind a sampled turn: no sampled token is encoded again. Every other request is rendered as a whole: a
 sub-agent, a compacted or edited history, a branch of an earlier turn. Requests whose prompt begins with the ids of a
 chain's last turn join its chain, which is one row::
@@ -37,7 +37,7 @@ class Recorded:
     generation: Generation
     action: Action
     reply: Reply
-    answered_s: float  # time at which the program received it
+    answered_s: float  # monotonic time of the answer
     number: int  # of its request in the rollout
     why: str  # rendered as a whole; "" where it continues a turn
     before: Recorded | None = None  # the turn whose conversation it continues, by its messages

@@ -62,7 +62,7 @@ class Endpoint:
 
     @contextmanager
     def serve(self, session: Session) -> Iterator[Model]:
-        """Context manager in which a program reaches its session; the secret is unknown outside of it."""
+        """Make a session reachable inside the block, at a secret address. End it afterwards."""
         secret = secrets.token_urlsafe(24)
         self._sessions[secret] = session
         try:

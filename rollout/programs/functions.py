@@ -18,8 +18,8 @@ from rollout.trajectory import Task
 
 
 class PythonProgram:
-    """Runs a Python function as the agent: ``function(task, model)``, see ``programs.base`` for both and for what it
-    returns.
+    """Runs a Python function as the agent: ``function(task, model)``. ``programs.base`` has the types of its arguments
+    and results.
 
     A coroutine function runs in the rollout's event loop, where many can wait for the model at once, and must not
     block. An ordinary function runs in a thread. Its code is trusted: it has the trainer's rights. A thread whose time
@@ -33,7 +33,7 @@ class PythonProgram:
         threads: ordinary functions that run at once; others wait, and their time does not run.
 
     Raises:
-        ValueError: there is no such function, or it does not take two arguments.
+        ValueError: the function cannot be imported, or does not take two arguments.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class PythonProgram:
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-    """Call a function in a thread of its own. Unlike an executor's, the thread is no reason for the process to wait."""
+    """Call a function in a new daemon thread. The process does not wait for it at its exit, as it would for an
+    executor's."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -114,7 +114,7 @@ class ProgramLoop:
             reason, why = StopReason.INFRASTRUCTURE, str(error)
         except TimeoutError:
             reason, why = session.limit or StopReason.PROGRAM_TIMEOUT, "the program's time was over"
-        except OSError as error:  # no process or no room for one
+        except OSError as error:  # such as: too many processes, a full disk
             reason, why = StopReason.INFRASTRUCTURE, f"the program could not be run: {error}"
         except ProgramError as error:
             reason, why = session.limit or StopReason.PROGRAM_FAILED, f"the program failed: {error}"

@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's chat completions: what a program asks, and what it reads back."""
+"""Reads requests of OpenAI's chat completions, and writes the answers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def read_request(body: Any) -> ChatRequest:
     """Return a request from the JSON body of ``POST /chat/completions``. Unknown options are ignored, as servers do.
 
     Raises:
-        RequestError: it is malformed, or asks for what a rollout cannot give.
+        RequestError: the body is malformed, or has an option that a rollout cannot follow.
     """
     try:
         return _read(body)
@@ -166,7 +166,7 @@ def _messages(given: Sequence[Any]) -> tuple[tuple[ChatMessage, ...], tuple[str 
     results: list[tuple[int, ChatMessage]] = []
     for number, message in enumerate([*given, None], 1):
         role = message.get("role") if isinstance(message, dict) else None
-        if role != "tool" and results:  # in the order of the calls, whatever the order in which they were done
+        if role != "tool" and results:  # in the order of the calls
             messages += [result for _, result in sorted(results, key=lambda pair: pair[0])]
             thinking += [None] * len(results)
             results, waiting = [], {}
