@@ -18,7 +18,7 @@ TURNS = 4  # of one conversation
 
 
 def search(task: Task, query: str) -> str:
-    facts = task.metadata["facts"]
+    facts = task.metadata.get("facts", {})
     return " ".join(f"the {word} is {facts[word]}." for word in query.split() if word in facts) or "nothing found."
 
 
