@@ -74,6 +74,10 @@ def first_task(config: Config) -> Task:
     return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def described(report: Report, trajectory: Trajectory, failures: Sequence[str]) -> list[str]:
     """Return the lines that describe a rollout: its requests in order, then its end."""
     place: dict[int, Any] = {
@@ -98,8 +102,8 @@ def described(report: Report, trajectory: Trajectory, failures: Sequence[str]) -
     sampled = sum(trajectory.loss_mask)
     lines += [
         "",
-        f"{len(turns)} requests in {len(report.chains)} rows of {merged} tokens in all, {sampled} of them sampled "
-        f"(a row per request: {single} tokens)",
+        f"{counted(len(turns), 'request')}, {counted(len(report.chains), 'row')}: {merged} tokens, {sampled} of them "
+        f"sampled ({single} with a row per request)",
         *(
             f"the program asked for {name} {count} times; the rollout's own sampling holds"
             for name, count in report.ignored.items()

@@ -127,7 +127,7 @@ def test_agent_check_shows_rows_and_reasons(protocol):
         "rendered as a whole: no turn of the model in it",
     ]
     sampled = sum(trajectory.loss_mask)
-    assert f"tokens in all, {sampled} of them sampled" in text and "3 requests in 2 rows" in text
+    assert f"tokens, {sampled} of them sampled" in text and "3 requests, 2 rows: " in text
     assert "reward 0.5 (program 0.5, calls 1)" in text
     assert "the program asked for temperature 1 times" in text and "ended by program_done" in text
 
