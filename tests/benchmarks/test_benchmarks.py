@@ -26,6 +26,13 @@ SHAPES = {
             rf"2 rows at once: {N} tokens/s, {N} GiB; ours / plain {N} in speed, {N} in peak memory"
         ],
     ),
+    "agent_programs": (
+        "--rollouts 4 --repeats 2",
+        [
+            rf"4 programs at once: processor time of a turn is {N} \[{N}, {N}\] of the agent loop's \({N} ms\)",
+            *(rf"{turns} turns: {N} tokens in one row, {N} in a row per request \({N} times\)" for turns in (2, 8, 32)),
+        ],
+    ),
     "trl_comparison": (
         "--prompts 2 --samples 4 --tokens 8 --micro-rows 2 --repeats 1 --iterations 1 --trl nowhere",
         [
