@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from lightning_modules.algorithms.arpo import ARPO
+from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.episode_grpo import GiGPO
 from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, collate
 from lightning_modules.maths.losses import group_advantages
@@ -125,6 +127,17 @@ def test_members_by_hand():
     order = torch.tensor([3, 0, 2, 1])
     mixed = group_advantages(rewards[order], list("aaaa"), "leave_one_out", members=[1, 0, 0, 0])
     assert mixed.tolist() == [-1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("method", ["ppo", "dgpo"])
+def test_a_critic_reads_each_conversation(method, groups, model_dir, teacher_dir):
+    options = {"critic_lr": 1e-3, "lr": 1e-3, "num_mini_batches": 1}
+    if method == "ppo":
+        module = PPO(str(model_dir), **options)
+    else:
+        module = DGPO(str(model_dir), str(teacher_dir), kl_coef=0.1, **options)
+    figures = fit(module, [groups]).callback_metrics
+    assert float(figures["train/grad_norm"]) > 0 and torch.isfinite(figures["train/loss_value"])
 
 
 def test_sods_weights_compare_the_turns_of_each_conversation(groups, model_dir, teacher_dir):
