@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, Protocol
 
+from common.text import whole
 from rollout.trajectory import Task, finite_number
 
 KEYS = ("reward", "answer", "metrics")
@@ -31,7 +32,9 @@ class ProgramResult:
     def __post_init__(self) -> None:
         if self.reward is not None:
             object.__setattr__(self, "reward", finite_number(self.reward, "the program's reward"))
-        numbers = {name: finite_number(value, f"the metric {name!r}") for name, value in self.metrics.items()}
+        if self.answer is not None:
+            object.__setattr__(self, "answer", whole(self.answer))
+        numbers = {str(name): finite_number(value, f"the metric {name!r}") for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", numbers)
 
     @classmethod

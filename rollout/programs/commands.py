@@ -185,7 +185,7 @@ def result_of(line: str) -> ProgramResult:
     """Return the result that a program prints as its last line. Raises ProgramError for an object of another form."""
     try:
         value: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ProgramResult(answer=line)
     if isinstance(value, dict | int | float | None):
         try:

@@ -62,7 +62,8 @@ def test_openais_client_reads_the_environment(protocol, tmp_path):
 @pytest.mark.parametrize(
     "line, reward, answer",
     [("0.5", 0.5, None), ("true", 1.0, None), ('{"answer": "a b"}', None, "a b"), ("null", None, None),
-     ("The answer is 5.", None, "The answer is 5."), ('"5"', None, "5"), ("[1]", None, "[1]")],
+     ("The answer is 5.", None, "The answer is 5."), ('"5"', None, "5"), ("[1]", None, "[1]"),
+     ("[" * 99999, None, "[" * 99999), ('{"answer": "\\ud800"}', None, "\ufffd")],
 )  # fmt: skip
 def test_the_last_line_is_the_result(line, reward, answer):
     result = result_of(line)
