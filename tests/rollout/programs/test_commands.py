@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_a_shell_script_with_curl(protocol):
     said = f'{ASK} | grep -o \'"content": *"[^"]*"\' >&2; echo \'{{"reward": 0.5, "answer": "yes"}}\''
     trajectory = play(system_of(protocol, YES, sh(said)))
