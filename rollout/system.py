@@ -22,7 +22,7 @@ from rollout.loop.agent_loop import AgentLoop, Budgets, FirstPrompts, Request
 from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
 from rollout.programs.base import Program
 from rollout.programs.loop import ProgramLoop
-from rollout.programs.protocol import ProgramProtocol
+from rollout.programs.protocol import ProgramProtocol, check_program
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text_protocol import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
@@ -153,13 +153,8 @@ class RolloutSystem:
         self.skills = skills
         self.agent_loop: AgentLoop | ProgramLoop
         if program is not None:
-            if environment is not None:
-                raise ValueError("rollouts has an environment and a program; give one of them")
-            if not isinstance(protocol, ProgramProtocol):
-                raise ValueError(
-                    f"a program needs a ProgramProtocol as rollouts.protocol; found {type(protocol).__name__}"
-                )
-            check_forks(self.sampler, "a program")
+            check_program(type(protocol), environment, self.sampler)
+            assert isinstance(protocol, ProgramProtocol), "it was checked"
             refused = {"skills": skills is not None, "entropy_tokens": entropy_tokens, "limit_eos": limit_eos}
             if names := [name for name, given in refused.items() if given]:
                 raise ValueError(f"rollouts has {', '.join(names)}, which a program does not take; leave it out")
@@ -377,8 +372,7 @@ class RolloutSystem:
     async def _start(self) -> None:
         if self.skills is not None:
             self.skills.check(token_counter(self.protocol.tokenizer), control_tokens(self.protocol.tokenizer))
-        loop = self.agent_loop if isinstance(self.agent_loop, ProgramLoop) else None
-        for part in (self.environment, self.program, self.reward, loop):
+        for part in (self.environment, self.program, self.reward, self.agent_loop):
             if isinstance(part, Startable):
                 await part.start()
         await self.engine.start()

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.commands.ask import asked_task
+from experiments.commands.ask import asked_task, first_task
 from experiments.commands.command import command, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
 from experiments.launch import runner
@@ -36,21 +36,22 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
     from data_modules.loading.decoding import Decoding
     from experiments.stages.parser import instantiate
 
-    config = copy.deepcopy(make_graph(context).target().config)
+    target = make_graph(context).target()
+    config = copy.deepcopy(target.config)
     rollouts = rollouts_of(config)
     if not rollouts["init_args"].get("program"):
         raise ExperimentError(
             f"'{context.target}' has no agent program (rollouts.program); docs/own_agent.md says how to give one"
         )
     if args.checkpoint is None:
-        for stage in make_graph(context).target().upstream:
+        for stage in target.upstream:
             runner.folder_of(context, stage)
         policy = config["model"]["init_args"]["policy"] if config.get("model") else None
     else:
         policy = str(find_model(context, args.checkpoint))
     if policy is not None:  # an expert's engine has no model
         rollouts["init_args"]["engine"]["init_args"]["model"] = policy
-    task = asked_task(args.question, None) if args.question else first_task(config)
+    task = asked_task(args.question, None) if args.question else task_to_play(config)
     system = instantiate(rollouts, "rollouts")
     print(f"task {task.id}: {task.question}\nloading {policy or 'the engine'} ...", flush=True)
     try:
@@ -62,16 +63,13 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
         system.close()
 
 
-def first_task(config: Config) -> Task:
+def task_to_play(config: Config) -> Task:
     """Return the first task of the experiment's question files. Raises ExperimentError without files."""
-    from data_modules.datasets.questions import load_tasks
-    from experiments.stages.data_files import loading
-
     arguments: Config = data_arguments(config) | ((config.get("task") or {}).get("init_args") or {})
-    files = [path for key in ("train_files", "val_files", "test_files", "files") for path in arguments.get(key) or ()]
-    if not files:
+    task = first_task(arguments, config, ("train_files", "val_files", "test_files", "files"))
+    if task is None:
         raise ExperimentError("the experiment names no question file; give a task: Q='...'")
-    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
+    return task
 
 
 def counted(count: int, noun: str) -> str:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,16 +79,22 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 def example_task(config: Config) -> Task:
     """Return the first question of the experiment's question files. Its prompt is the template for the user's
     questions."""
-    from data_modules.datasets.questions import load_tasks
-    from experiments.stages.data_files import loading
-
-    arguments = data_arguments(config)
-    files = [path for key in ("test_files", "val_files", "train_files", "files") for path in arguments.get(key) or ()]
-    if not files:
+    task = first_task(data_arguments(config), config, ("test_files", "val_files", "train_files", "files"))
+    if task is None:
         raise ExperimentError(
             "the prompt template is 'dataset', but the experiment names no question file; add one, as data.test_files"
         )
-    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0]
+    return task
+
+
+def first_task(arguments: Config, config: Config, options: Sequence[str]) -> Task | None:
+    """Return the first task of the first question file that one of the ``options`` in ``arguments`` names, worded as
+    in the experiment; None without a file."""
+    from data_modules.datasets.questions import load_tasks
+    from experiments.stages.data_files import loading
+
+    files = [path for option in options for path in arguments.get(option) or ()]
+    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0] if files else None
 
 
 def asked_task(question: str, example: Task | None) -> Task:

@@ -25,7 +25,7 @@ def check_rollouts(parsed: Any, where: str) -> None:
         options = parsed.config.get(f"{section}.init_args") or {}
         rollouts = options.get("rollouts.init_args")
         if rollouts is not None and rollouts.get("program.class_path"):
-            check_program(rollouts, where)
+            check_agent_program(rollouts, where)
         if rollouts is None or not (rollouts.get("protocol.class_path") and rollouts.get("environment.class_path")):
             continue
         from rollout.environments.base import check_tools
@@ -49,20 +49,16 @@ def check_rollouts(parsed: Any, where: str) -> None:
         check_protocol(protocol, rollouts.protocol.as_dict(), where)
 
 
-def check_program(rollouts: Any, where: str) -> None:
+def check_agent_program(rollouts: Any, where: str) -> None:
     """Check an agent program by constructing it, and that nothing else in the rollouts needs to write prompts. Raises
     ExperimentError with the message."""
-    from rollout.programs.protocol import ProgramProtocol
-    from rollout.samplers.base import check_forks
+    from rollout.programs.protocol import check_program
+    from rollout.samplers.base import IndependentSampler
 
     protocol, sampler = import_class(rollouts.protocol.class_path, where), rollouts.get("sampler.class_path")
     with refusals(where):
-        if rollouts.get("environment.class_path"):
-            raise ValueError("rollouts has an environment and a program; give one of them")
-        if not issubclass(protocol, ProgramProtocol):
-            raise ValueError(f"a program needs a ProgramProtocol as rollouts.protocol; found {protocol.__name__}")
-        if sampler:
-            check_forks(import_class(sampler, where), "a program")
+        forks = import_class(sampler, where) if sampler else IndependentSampler
+        check_program(protocol, rollouts.get("environment.class_path"), forks)
         instantiate(rollouts.program.as_dict(), "program")
     check_protocol(protocol, rollouts.protocol.as_dict(), where)
 

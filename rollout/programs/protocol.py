@@ -10,6 +10,7 @@ from rollout.programs.requests import NO_TOOLS, ChatMessage, RequestError, Tools
 from rollout.protocols.base import PromptMode
 from rollout.protocols.hermes import HermesProtocol
 from rollout.protocols.text_protocol import TextProtocol
+from rollout.samplers.base import check_forks
 from rollout.trajectory import Action, Task, ToolResult
 
 FORMATS = 16  # lists of tools whose formats are kept; each has a tokenizer
@@ -101,21 +102,34 @@ class ProgramProtocol(TextProtocol):
         raise ValueError("a program writes its observations itself")
 
 
+def check_program(protocol: type, environment: object, sampler: object) -> None:
+    """Raise ValueError if a program plays beside an environment, with another protocol, or with a sampler that forks.
+
+    Args:
+        environment: None without one.
+        sampler: a sampler or its class.
+    """
+    if environment is not None:
+        raise ValueError("rollouts has an environment and a program; give one of them")
+    if not issubclass(protocol, ProgramProtocol):
+        raise ValueError(f"a program needs a ProgramProtocol as rollouts.protocol; found {protocol.__name__}")
+    check_forks(sampler, "a program")
+
+
 def prompt_of(form: HermesProtocol, messages: Sequence[ChatMessage], thinking: Sequence[str | None]) -> list[int]:
     """Return the token ids of a conversation that is rendered as a whole, with the header of the next turn. Control
     tokens in texts are quoted. Raises RequestError where the template refuses the messages."""
-    chat, quote = form.chat, form.chat.quotes
+    chat = form.chat
     rendered = []
     for message, thought in zip(messages, thinking, strict=True):
-        content = (quote.quote if message.role == "tool" else quote.quote_special)(message.content)
         written: dict[str, Any] = {"role": message.role}
         if message.calls:
-            written = chat.message(message.requests, quote.quote)
+            written = chat.message(message.requests, chat.quotes.quote)
         if thought:
-            written["reasoning_content"] = quote.quote_special(thought)
-        rendered.append(written | {"content": content})
+            written["reasoning_content"] = chat.quotes.quote_special(thought)
+        rendered.append(written | {"content": message.content})
     try:
-        return quote.ids(chat.render(rendered))
+        return chat.prompt_ids(rendered)
     except ValueError as error:
         raise RequestError(str(error)) from error
 
