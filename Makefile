@@ -31,7 +31,7 @@ PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-r
 export Q
 
 .DEFAULT_GOAL := help
-.PHONY: help examples help-launch setup lock alfworld trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data agent-check size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
+.PHONY: help examples help-launch setup lock alfworld environments trl templates train smoke evaluate lint test test-all chaos retriever engine compare metrics ui export experiments dry-run check-data agent-check size ask download preconditions reproduce benchmark gpu-check status clean docs docs-serve
 
 help: ## print this text
 	@echo "usage: make TARGET [EXP=dgpo_tiny] [SEED=0] [ARGS=\"--model.kl_coef 0.01\"]"
@@ -49,6 +49,9 @@ lock: ## write requirements/*.txt again; ARGS=--upgrade for new versions
 
 alfworld: ## make .venv-alfworld, for original ALFWorld games (4 minutes)
 	@./scripts/setup_alfworld.sh
+
+environments: ## make .venv-openenv and .venv-verifiers, for environments of theirs (2 minutes)
+	@./scripts/setup_environments.sh
 
 trl: ## make .venv-trl, for the comparison with TRL (2 minutes)
 	@./scripts/setup_trl.sh

@@ -1,8 +1,11 @@
-"""Environment variables of an engine's process: its threads, and the GPU of the trainer's rank."""
+"""Environment variables of child processes: an engine's threads and GPU, and the PATH of commands."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 # These mark a rank of the trainer's process group. The engine is not part of it.
 RANK_VARIABLES = (
@@ -43,3 +46,8 @@ def child_environment(environment: Mapping[str, str], threads: int, *, several_d
         elif rank < len(visible):
             child["CUDA_VISIBLE_DEVICES"] = visible[rank]
     return child
+
+
+def command_path() -> str:
+    """Return the PATH for commands of users: ``python`` is the trainer's."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

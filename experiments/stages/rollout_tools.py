@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from experiments.stages.classes import import_class
 from experiments.stages.parser import instantiate, refusals
 
 
-def check_rollouts(parsed: Any, where: str) -> None:
+def check_rollouts(parsed: Any, where: str, upstream: Sequence[Path] = ()) -> None:
     """Check that the protocol, environment, sampler and engine of a stage's rollouts fit together.
+
+    Args:
+        upstream: folders of the stages before it, which may be missing yet. Tools from a file there are unknown.
 
     Raises:
         ExperimentError: the environment lacks a tool that the protocol calls, the sampler forks trajectories whose
@@ -33,7 +37,8 @@ def check_rollouts(parsed: Any, where: str) -> None:
         from rollout.system import check_sleep
 
         protocol = import_class(rollouts.protocol.class_path, where)
-        called = called_tools(protocol, rollouts.get("protocol.init_args.tools"))
+        given_tools = rollouts.get("protocol.init_args.tools")
+        called = () if to_be_written(given_tools, upstream) else called_tools(protocol, given_tools)
         environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))
         sampler = rollouts.get("sampler.class_path")
         with refusals(where):
@@ -74,6 +79,12 @@ def check_protocol(protocol: type, block: Config, where: str) -> None:
         return
     with refusals(where):
         instantiate(block, "protocol")
+
+
+def to_be_written(tools: Any, upstream: Sequence[Path]) -> bool:
+    """Return whether a file of tools is missing that an earlier stage will write."""
+    files = [Path(tool).absolute() for tool in tools or () if isinstance(tool, str)]
+    return any(file.is_relative_to(folder.absolute()) and not file.exists() for file in files for folder in upstream)
 
 
 def called_tools(protocol: type, option: Any) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def check(stage: Stage, root: Path, *, only: bool = False) -> list[str]:
     config = with_arguments(stage.config, stage.arguments, where)
     check_classes(config, where)
     parsed = cli(stage.config, stage.arguments, where, instantiate=False)
-    check_rollouts(parsed, where)
+    check_rollouts(parsed, where, [made.folder for made in closure(stage.upstream)])
     check_generation_configs(stage, root)
     module = check_module(parsed, where)
     notes = requirements.check_packages(config, where)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,16 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.async_calls import PerLoop
+from common.env_vars import command_path
 from common.errors import one_line
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
-from common.text import whole
 from rollout.programs.base import Model, ProgramError, ProgramResult
+from rollout.services.task_variables import task_variables
 from rollout.trajectory import RewardError, Task
 
 MARK = "COMPACT_AGENTS_ROLLOUT"  # variable of all processes of a rollout; finds them at the end
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")  # of the trainer's environment; nothing else is passed on
 POLL_S, PIPES_S = 0.02, 1.0
-VARIABLE_BYTES = 100_000  # Linux allows 131,072
 ERROR_BYTES = 2000  # of the standard error, for messages
 ISOLATED = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--")
 
@@ -74,7 +73,7 @@ class CommandProgram:
     ) -> None:
         if isinstance(command, str) or not command:
             raise ValueError(f"command is {command!r}; expected a list: the program and its arguments")
-        self._path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        self._path = command_path()
         self.command = [str(Path(part).absolute()) if Path(part).is_file() else str(part) for part in command]
         for program in (self.command[0], *(ISOLATED[:1] if isolated else ())):
             if shutil.which(program, path=self._path) is None:
@@ -140,18 +139,14 @@ class CommandProgram:
         return self._read_result(process.returncode or 0, said, errors)
 
     def _variables(self, folder: Path, task: Task, model: Model) -> dict[str, str]:
-        file = folder / "task.json"
-        fields = {name: getattr(task, name) for name in ("id", "question", "golden_answers", "data_source", "metadata")}
-        file.write_text(whole(json.dumps(fields | {"gold_passages": task.gold_passages}, ensure_ascii=False)), "utf-8")
         kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
         own = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": self._path, "PYTHONUNBUFFERED": "1"}
-        asked = {"TASK_ID": _word(task.id), "TASK_QUESTION": _word(task.question), "TASK_FILE": str(file)}
         reached = {
             "OPENAI_BASE_URL": model.base_url,
             "OPENAI_API_KEY": model.api_key,
             "OPENAI_MODEL": model.name,
         }
-        return kept | own | self.environment | asked | reached
+        return kept | own | self.environment | task_variables(folder, task) | reached
 
     async def _read(self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
         """Return what the command prints. Kills it once that is too much."""
@@ -193,12 +188,6 @@ def result_of(line: str) -> ProgramResult:
         except RewardError as error:
             raise ProgramError(str(error)) from error
     return ProgramResult(answer=value if isinstance(value, str) else line)
-
-
-def _word(text: str) -> str:
-    """Return a text as the value of a variable: without null characters, and empty if it is too long for one."""
-    word = whole(text).replace("\0", "")
-    return word if len(word.encode()) <= VARIABLE_BYTES else ""
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -61,7 +61,7 @@ class HermesProtocol(TextProtocol):
 
     Args:
         tokenizer: Hugging Face folder with a chat template.
-        tools: tools that the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files with a schema, or
+        tools: tools that the model may call: names of ``rollout.tools.schemas.SCHEMAS``, JSON files of schemas, or
             schemas themselves. Empty: every turn is an answer.
         tools_in: place of the tools in the prompt. ``template``: the chat template gets the schemas. ``system``: the
             system message lists the schemas and the form of a call, for templates without tools. ``none``: nowhere;

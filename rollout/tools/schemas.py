@@ -37,12 +37,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def read_schemas(tools: Sequence[str | dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the function schemas of tools, given as names of ``SCHEMAS``, paths of JSON files, or schemas themselves
-    ({"type": "function", "function": {...}}, or the inner object alone).
+    """Return the function schemas of tools, given as names of ``SCHEMAS``, paths of JSON files with a schema or a list
+    of them, or schemas themselves ({"type": "function", "function": {...}}, or the inner object alone).
 
     Raises ValueError for an unknown name, a wrong schema, or two tools of one name.
     """
-    schemas = tuple(_schema(tool) for tool in tools)
+    schemas = tuple(schema for tool in tools for schema in _schemas(tool))
     names = tool_names(schemas)
     if len(set(names)) < len(names):
         raise ValueError(f"two tools have one name: {', '.join(names)}; expected each once")
@@ -53,21 +53,22 @@ def tool_names(schemas: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(schema["function"]["name"] for schema in schemas)
 
 
-def _schema(tool: str | dict[str, Any]) -> dict[str, Any]:
+def _schemas(tool: str | dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tool, str):
-        return _wrapped(tool, "tool schema")
-    return SCHEMAS[tool] if tool in SCHEMAS else _from_file(tool)
+        return [_wrapped(tool, "tool schema")]
+    return [SCHEMAS[tool]] if tool in SCHEMAS else _from_file(tool)
 
 
-def _from_file(tool: str) -> dict[str, Any]:
+def _from_file(tool: str) -> list[dict[str, Any]]:
     path = Path(tool)
     if not path.is_file():
         raise ValueError(f"tool {tool!r} is neither one of {', '.join(sorted(SCHEMAS))} nor a JSON file with a schema")
     try:
-        schema = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"tool schema {path} cannot be read as JSON: {error}") from error
-    return _wrapped(schema, f"tool schema {path}")
+    several = found if isinstance(found, list) else [found]
+    return [_wrapped(schema, f"tool schema {path}") for schema in several]
 
 
 def _wrapped(schema: Any, where: str) -> dict[str, Any]:

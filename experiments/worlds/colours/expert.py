@@ -31,3 +31,17 @@ class ColourExpert(WorldExpert):
     QUESTION = re.compile(r"(day \d+: what colour is the \w+\?)")
     Policy = ColourPolicy
     ends_turns = True
+
+
+class BoxedColourPolicy(ColourPolicy):
+    """As ``ColourPolicy``, with the answer in a box, as ``HermesProtocol`` reads it."""
+
+    def next_turn(self, task: Task, transcript: str) -> str:
+        turn = super().next_turn(task, transcript)
+        return turn if "<tool_call>" in turn else f"\\boxed{{{turn}}}"
+
+
+class BoxedColourExpert(ColourExpert):
+    """Answers as ``BoxedColourPolicy``."""
+
+    Policy = BoxedColourPolicy
