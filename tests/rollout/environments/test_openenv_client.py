@@ -11,11 +11,12 @@ from tests.rollout.environments.processes import children_named
 
 PYTHON = ROOT / ".venv-openenv" / "bin" / "python"
 SERVER = "experiments/worlds/adapters/openenv_server.py"
-GUESS = {
+LIGHTS = {
     "command": [str(PYTHON), str(ROOT / SERVER), "{port}"],
-    "action": {"number": "{action}"},
-    "observation": "{observation[text]}",
+    "action": {"word": "{action}"},
+    "observation": "{observation[colour]}",
 }
+RIGHT = {"red": "stop", "yellow": "slow", "green": "go"}
 needs_openenv = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-openenv here (make environments)")
 
 
@@ -37,38 +38,34 @@ async def play(factory, number, *words):
 @pytest.mark.slow
 @needs_openenv
 def test_episodes_on_a_real_server():
-    factory = OpenEnv(**GUESS, max_sessions=2)
-    other = OpenEnv(**GUESS | {"action": {"guess": "{action}"}})
+    factory = OpenEnv(**LIGHTS, max_sessions=2)
 
     async def run():
         await factory.start()
-        played = await asyncio.gather(*(play(factory, seed, *"123456789") for seed in range(4)))
-        wrong = await play(factory, 0, "many", "5")
-        elsewhere = OpenEnv(url=factory.url, action={"guess": "{action}"}, observation="{observation[text]}")
-        with pytest.raises(ValueError, match="takes metadata, number"):
+        played = await asyncio.gather(*(play(factory, seed, "stop", "go", "slow", "Stop!", "go") for seed in range(4)))
+        elsewhere = OpenEnv(url=factory.url, action={"number": "{action}"}, observation="{observation[colour]}")
+        with pytest.raises(ValueError, match=r"has the fields number, but .* takes metadata, word \(needed: word\)"):
             await elsewhere.start()
-        with pytest.raises(ValueError, match="does not fit the observation"):
-            await play(OpenEnv(url=factory.url, observation="{observation[hint]}"), 0)
         await elsewhere.close()
+        other = OpenEnv(url=factory.url, action={"word": "{action}"}, observation="{observation[hint]}")
+        with pytest.raises(ValueError, match="does not fit the observation"):
+            await play(other, 0)
+        await other.close()
         await factory.close()
-        return played, wrong
+        return played
 
-    played, (_, (many, five)) = asyncio.run(run())
-    for first, steps in played:
-        ends = [step.done for step in steps].index(True)
-        texts = [step.results[0].text for step in steps[: ends + 1]]
-        found = texts[-1] == "right"
-        assert first.text == "guess a number" and set(texts[:-1]) == {"higher"} if ends else True
-        assert steps[ends].measures == {"success": float(found), "episode_return": float(found)}
-        assert all(step.results[0].outcome is CallOutcome.REFUSED for step in steps[ends + 1 :])
-    assert {steps[3].measures["success"] for _, steps in played} == {0.0, 1.0}, "both ends occur"
-    assert (
-        many.results[0].outcome is CallOutcome.ERROR
-        and "number: Input should be a valid integer" in many.results[0].text
-    )
-    assert not many.done and five.results[0].outcome is CallOutcome.OK
+    played = asyncio.run(run())
+    for first, (stop, go, slow, wrong, last) in played:
+        assert wrong.results[0].outcome is CallOutcome.ERROR and "word: Input should be 'stop'" in wrong.results[0].text
+        assert not wrong.done and wrong.reward == 0.0 and last.done
+        shown = [first.text, *(step.results[0].text for step in (stop, go, slow))]
+        rewards = [step.reward for step in (stop, go, slow, last)]
+        assert rewards == [
+            0.25 * (RIGHT[colour] == word) for colour, word in zip(shown, ("stop", "go", "slow", "go"), strict=True)
+        ]
+        assert last.measures["episode_return"] == sum(rewards)
+    assert len({first.text for first, _ in played}) > 1, "seeds reach the server"
     assert not children_named("openenv_server.py")
-    assert other.url is None
 
 
 @pytest.mark.parametrize(
