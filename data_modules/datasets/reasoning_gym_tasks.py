@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.ranges import PositiveInt
+from common.ranges import NonNegativeInt, PositiveInt
 from data_modules.datasets.questions import write_tasks
 from rollout.rewards.procedural import KEY, dataset
 from rollout.trajectory import Task
@@ -33,7 +33,7 @@ class ReasoningGymTasks:
         train: PositiveInt = 1000,
         val: PositiveInt = 100,
         test: PositiveInt = 200,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
     ) -> None:
         self.sizes = {"test": test, "val": val, "train": train}
         self.seed = seed

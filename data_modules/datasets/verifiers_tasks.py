@@ -19,9 +19,9 @@ class VerifiersTasks:
     tasks are the test's, the next ones val's, then train's.
 
     Args:
-        taskset: configuration of the taskset: its ``id``, and options of its own.
+        taskset: configuration of the taskset, with its ``id``.
         train, val, test: number of tasks.
-        folders: folders from which the taskset can be imported, beside installed ones.
+        folders: folders on the import path of the taskset.
         python: the Python of verifiers.
     """
 

@@ -20,6 +20,7 @@ from experiments.registry.keys import QUESTION_FILES
 from experiments.stages.classes import import_class, needs_answers
 from experiments.stages.graph import Stage, closure
 from experiments.stages.parser import instantiate
+from experiments.stages.rollout_tools import to_be_written
 
 if TYPE_CHECKING:
     from data_modules.datasets.splits import Part
@@ -162,12 +163,13 @@ class PromptWriters:
 
     def __init__(self, stage: Stage) -> None:
         self._name, self._arguments = stage.name, data_arguments(stage.config)
+        self._upstream = [made.folder for made in closure(stage.upstream)]
         self._options = (self._arguments.get("rollouts") or {}).get("init_args") or {}
         self._made: dict[str, Any] = {}
 
     def of(self, part: Part, required: bool = True) -> FirstPrompts | None:
         """Return the object that writes the first prompts for a part of the data (train, val or test); None if the
-        stage has no rollouts, or a program writes its prompts.
+        stage has no rollouts, a program writes its prompts, or an earlier stage has yet to write the tools.
 
         Args:
             required: if false, return None for a missing tokenizer folder, or for skills that cannot be made yet.
@@ -183,6 +185,7 @@ class PromptWriters:
             self._options.get("program")
             or not config
             or not (required or Path(str(config.get("init_args", {}).get("tokenizer"))).is_dir())
+            or to_be_written(config.get("init_args", {}).get("tools"), self._upstream)
         ):
             return None
         engine = self._options["engine"]

@@ -38,7 +38,8 @@ def check_rollouts(parsed: Any, where: str, upstream: Sequence[Path] = ()) -> No
 
         protocol = import_class(rollouts.protocol.class_path, where)
         given_tools = rollouts.get("protocol.init_args.tools")
-        called = () if to_be_written(given_tools, upstream) else called_tools(protocol, given_tools)
+        unknown = to_be_written(given_tools, upstream)
+        called = () if unknown else called_tools(protocol, given_tools)
         environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))
         sampler = rollouts.get("sampler.class_path")
         with refusals(where):
@@ -51,7 +52,8 @@ def check_rollouts(parsed: Any, where: str, upstream: Sequence[Path] = ()) -> No
                 engine = import_class(rollouts.engine.class_path, where)
                 ahead = options.get("max_off_policy_iterations") or 0
                 check_sleep(engine, bool(rollouts.get("in_flight_updates")), ahead)
-        check_protocol(protocol, rollouts.protocol.as_dict(), where)
+        if not unknown:
+            check_protocol(protocol, rollouts.protocol.as_dict(), where)
 
 
 def check_agent_program(rollouts: Any, where: str) -> None:

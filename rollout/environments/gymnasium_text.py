@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
+from common.ranges import FiniteFloat
 from rollout.environments.base import ACT, check_tasks
 from rollout.environments.text_episode import Played, TextEpisode, Texts, reset_arguments
 from rollout.trajectory import Task
@@ -46,7 +47,7 @@ class GymnasiumText:
         actions: Sequence[str] | None = None,
         observation: str = "{observation}",
         first: str | None = None,
-        success_return: float = 1.0,
+        success_return: FiniteFloat = 1.0,
     ) -> None:
         self.environment, self.options, self.success_return = environment, options or {}, success_return
         self.texts = Texts(observation, observation if first is None else first)

@@ -26,7 +26,7 @@ from common.async_calls import PerLoop
 from common.env_vars import command_path
 from common.errors import one_line
 from common.files import write_atomically
-from common.ranges import NonNegativeInt, PositiveInt
+from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.environments.base import StepResult
 from rollout.environments.question_answering import QuestionAnsweringEnvironment
 from rollout.services.http_client import ApiKey
@@ -37,7 +37,7 @@ from rollout.trajectory import Action, CallOutcome, InfrastructureError, Task, T
 
 TOOLS_FILE = "tools.json"
 CONNECT_S = 30.0  # of an HTTP connection
-ERROR_CHARACTERS = 300  # of what a server printed, in messages
+ERROR_CHARACTERS = 300  # of a server's output, in messages
 DEFAULT_LIMITS = ToolLimits()
 
 
@@ -53,6 +53,7 @@ class MCPServer:
     command: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)  # further ones of the command
     url: str | None = None
+    start_timeout_s: PositiveFloat = 60.0  # until it answers
     api_key_variable: str | None = None  # environment variable with the key of the url, sent as bearer token
 
     def __post_init__(self) -> None:
@@ -87,8 +88,7 @@ class MCPServer:
 
 
 class Session:
-    """A connection to a server. Stays open in an asyncio task of its own, because the one that opens it must close
-    it."""
+    """A connection to a server. A separate asyncio task holds it, because the task that opens it must close it."""
 
     def __init__(self, server: MCPServer, variables: Mapping[str, str]) -> None:
         self.server, self._variables = server, variables
@@ -124,13 +124,15 @@ class Session:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     transport = await self.server.transport(stack, self._variables, printed)
-                    self._ready.set_result(await stack.enter_async_context(Client(transport)))
+                    async with asyncio.timeout(self.server.start_timeout_s):
+                        client = await stack.enter_async_context(Client(transport))
+                    self._ready.set_result(client)
                     await self._end.wait()
             except BaseException as error:
                 self.lost = True
                 if not self._ready.done():
                     self._ready.set_exception(InfrastructureError(self._failed(error, printed)))
-                    self._ready.exception()  # nobody may wait any more
+                    self._ready.exception()  # read, because nothing may wait for it
                 if not isinstance(error, Exception):
                     raise
 
@@ -139,12 +141,13 @@ class Session:
             error = error.exceptions[0]
         printed.seek(0)
         end = one_line(printed.read())[-ERROR_CHARACTERS:]
-        why = one_line(str(error)) or type(error).__name__
+        late = f"no answer within {self.server.start_timeout_s:g} s"
+        why = late if isinstance(error, TimeoutError) else one_line(str(error)) or type(error).__name__
         return f"MCP server {self.server.where} does not answer: {why}{f'; it printed: {end}' if end else ''}"
 
 
 class MCPTool:
-    """A tool of a server. ``session`` returns the session in which to call it."""
+    """A tool of a server. ``session`` returns the session to call it in."""
 
     def __init__(self, name: str, session: Callable[[], Session]) -> None:
         self.name, self._session = name, session
@@ -269,7 +272,7 @@ class MCPTools:
         }
 
     async def start(self) -> None:
-        """Raise ValueError if a server's tools are no longer those that the model is shown, and InfrastructureError if
+        """Raise ValueError if a server's tools differ from those in the file, and InfrastructureError if
         a server does not answer."""
         found = {schema["function"]["name"]: schema for schema in await all_tools(self.servers)}
         if changed := [name for name, shown in zip(self.tools, self._schemas, strict=True) if found.get(name) != shown]:

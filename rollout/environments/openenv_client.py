@@ -20,7 +20,7 @@ import aiohttp
 from common.async_calls import PerLoop
 from common.env_vars import command_path
 from common.errors import one_line
-from common.ranges import PositiveFloat, PositiveInt
+from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
 from rollout.environments.base import ACT, check_tasks
 from rollout.environments.text_episode import Played, TextEpisode, Texts, reset_arguments
 from rollout.services.http_client import ApiKey
@@ -47,7 +47,7 @@ class OpenEnv:
         observation: text of an observation (``text_episode.Texts``), such as ``{observation[text]}``.
         first: text of the first observation; null: as ``observation``.
         success_return: an episode succeeds if its rewards sum up to at least this.
-        max_sessions: episodes at once; others wait. The server has a limit of its own, ``max_concurrent_envs``.
+        max_sessions: episodes at once; others wait. The server has its limit, too: ``max_concurrent_envs``.
         timeout_s: seconds of a reset or a step.
         start_timeout_s: seconds until the server answers.
         api_key_variable: environment variable with the key, sent as bearer token.
@@ -67,7 +67,7 @@ class OpenEnv:
         action: Mapping[str, Any] | None = None,
         observation: str = "{observation}",
         first: str | None = None,
-        success_return: float = 1.0,
+        success_return: FiniteFloat = 1.0,
         max_sessions: PositiveInt = 32,
         timeout_s: PositiveFloat = 60.0,
         start_timeout_s: PositiveFloat = 120.0,

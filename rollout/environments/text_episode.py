@@ -33,7 +33,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What an environment returns for an action."""
+    """An environment's result of an action."""
 
     seen: Any
     reward: float
@@ -58,7 +58,7 @@ class TextEpisode:
         raise NotImplementedError
 
     async def play(self, action: str) -> Played | str:
-        """Execute an action. Returns a message for the model if it is none."""
+        """Execute an action. Returns a message for the model if the text is not an action."""
         raise NotImplementedError
 
     async def reset(self) -> FirstObservation:

@@ -36,7 +36,7 @@ class VerifiersWorker:
     """A process of ``.venv-verifiers`` that holds an environment.
 
     Raises:
-        InfrastructureError: from ``ask``, if the process has ended, with the end of what it printed.
+        InfrastructureError: from ``ask``, if the process has ended, with the end of its output.
     """
 
     def __init__(self, python: str, config: Mapping[str, Any], folders: Sequence[str]) -> None:
@@ -116,14 +116,14 @@ class VerifiersProgram:
     A rollout whose episode fails (also at a limit of turns or tokens) is a program that fails.
 
     Args:
-        taskset: configuration of the taskset: its ``id``, and options of its own, as for ``VerifiersTasks``.
+        taskset: configuration of the taskset, with its ``id``, as for ``VerifiersTasks``.
         environment: further configuration of verifiers' environment: ``id``, and one block for each agent. The default
             has one agent, verifiers' loop of chat and tools, as a process of this machine; other runtimes
             (``docker``, ``prime``, ...) isolate it.
         timeout_s: seconds of one rollout, the model's time included.
         failure_reward: reward of a rollout whose program fails. null: it is not scored, and left out.
         at_once: rollouts at once; others wait, and their time does not run.
-        folders: folders from which the taskset can be imported, beside installed ones.
+        folders: folders on the import path of the taskset.
         python: the Python of verifiers.
 
     Raises:

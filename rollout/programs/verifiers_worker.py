@@ -83,5 +83,5 @@ async def main(environment: Environment, out: Any) -> None:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the environment prints is no answer
+    os.dup2(2, 1)  # prints of the environment must not mix with answers
     asyncio.run(main(Environment(json.loads(sys.argv[1])), answers))

@@ -1,4 +1,4 @@
-"""Rewards of reasoning-gym's data sets: each has a scorer of its own.
+"""Rewards of reasoning-gym: each data set has its scorer.
 
 Source: the package ``reasoning_gym`` 0.1.25 (github.com/open-thought/reasoning-gym). Its scorers evaluate a model's
 words as expressions in places (countdown, puzzle24), and raise on some. So they run in processes with a deadline. A
@@ -27,8 +27,8 @@ _PROCESSES = DeadlinePool(f"{__name__}.score_answer", workers=2, memory_mb=2048)
 
 
 class ReasoningGymReward:
-    """The score of the data set's own scorer, from 0 to 1; 0 without an answer. The reward's part ``acc`` is 1 for the
-    full score. An answer on which the scorer fails, or takes too long, scores 0 and is logged.
+    """The score by the data set's scorer, from 0 to 1; 0 without an answer. The reward's part ``acc`` is 1 for the
+    full score. If the scorer fails on an answer or takes too long, the answer scores 0 and is logged.
 
     Args:
         timeout_s: seconds of a scorer, which may first have to make the item again.

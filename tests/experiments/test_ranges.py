@@ -24,7 +24,11 @@ from retrieval import protocols
 from rollout.system import RolloutSystem
 
 ROOMS = ("callbacks", "data_modules", "experiments.worlds", "lightning_modules", "retrieval", "rollout")
-NOT_IMPORTED = ("rollout.tools.python.sandbox_runtime", "rollout.engines.vllm_backend")  # other processes' code
+# Code of other processes, partly of other environments.
+NOT_IMPORTED = (
+    "rollout.tools.python.sandbox_runtime", "rollout.engines.vllm_backend", "rollout.programs.verifiers_worker",
+    "experiments.worlds.adapters.openenv_server",
+)  # fmt: skip
 # Classes that take numbers from other classes, never from a configuration.
 INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 
@@ -32,7 +36,8 @@ INTERNAL = ("Budgets", "Correction", "Hooks", "PromptGroup", "Request", "Slots")
 NEGATIVE = {
     "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight",
     "CommandProgram.failure_reward", "DGPO.success_threshold", "PythonProgram.failure_reward",
-    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "IncorrectOnly.success_threshold",
+    "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "GymnasiumText.success_return",
+    "IncorrectOnly.success_threshold", "OpenEnv.success_return", "VerifiersProgram.failure_reward",
 }  # fmt: skip
 ZERO_INTEGERS = {
     "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",

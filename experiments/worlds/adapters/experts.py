@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.ranges import NonNegativeInt
 from experiments.worlds.expert_engine import CarelessPolicy, WorldExpert
 from rollout.engines.base import Generation, SamplingParams
 from rollout.tokenizer import load_tokenizer
@@ -26,7 +27,7 @@ class RandomTurns:
         seed: of the draws.
     """
 
-    def __init__(self, tokenizer: str, turns: Sequence[str], seed: int = 0) -> None:
+    def __init__(self, tokenizer: str, turns: Sequence[str], seed: NonNegativeInt = 0) -> None:
         self._tokenizer_path, self._turns, self._draw = tokenizer, turns, random.Random(seed)
         self._ids: list[tuple[int, ...]] = []
 

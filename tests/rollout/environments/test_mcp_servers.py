@@ -145,14 +145,17 @@ def test_a_call_that_takes_too_long_is_cancelled(tools):
     [
         ([sys.executable, "-c", "raise SystemExit('no key given')"], "does not answer: .*it printed: no key given"),
         (["no-such-program"], "No such file or directory"),
+        (["sleep", "77"], "does not answer: no answer within 0.5 s"),
     ],
 )
 def test_a_server_that_does_not_start_says_why(tools, command, message):
-    factory = MCPTools({"notes": MCPServer(command=command)}, tools)
+    limit = 0.5 if command[0] == "sleep" else 60.0
+    factory = MCPTools({"notes": MCPServer(command=command, start_timeout_s=limit)}, tools)
     with pytest.raises(InfrastructureError, match=message):
         play(factory)
     with pytest.raises(InfrastructureError, match=message):
         asyncio.run(factory.start())
+    assert not children_named("77")
 
 
 @pytest.mark.slow
