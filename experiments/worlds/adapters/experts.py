@@ -28,7 +28,7 @@ class RandomTurns:
     """
 
     def __init__(self, tokenizer: str, turns: Sequence[str], seed: NonNegativeInt = 0) -> None:
-        self._tokenizer_path, self._turns, self._draw = tokenizer, turns, random.Random(seed)
+        self._tokenizer_path, self._turns, self._seed = tokenizer, turns, seed
         self._ids: list[tuple[int, ...]] = []
 
     async def start(self) -> None:
@@ -37,7 +37,7 @@ class RandomTurns:
         self._ids = [(*tokenizer(turn, add_special_tokens=False).input_ids, end) for turn in self._turns]
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        ids = self._draw.choice(self._ids)
+        ids = random.Random(f"{self._seed}:{sampling.seed}").choice(self._ids)  # in whatever order requests come
         return Generation(ids, (0.0,) * len(ids), "eos", 0)
 
     async def load_files(self, files: WeightFiles, version: int, between_steps: bool = False) -> None:
