@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import IO
+
+OUTPUT_CHARACTERS = 300  # of a child process's output, in messages
+
 
 def one_line(message: object) -> str:
     """Return the message as one line: each run of white space becomes one space."""
@@ -13,3 +17,9 @@ class FileError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+def end_of_output(file: IO[str]) -> str:
+    """Return the end of what a child process has written to a file, as one line for a message."""
+    file.seek(0)
+    return one_line(file.read())[-OUTPUT_CHARACTERS:]

@@ -36,7 +36,6 @@ class ReasoningGymTasks:
         seed: NonNegativeInt = 0,
     ) -> None:
         self.sizes = {"test": test, "val": val, "train": train}
-        self.seed = seed
         count = sum(_share(size, len(datasets)) for size in self.sizes.values())
         self._made = {
             name: (about := {"dataset": name, "options": options or {}, "seed": seed, "size": count}, dataset(**about))

@@ -24,7 +24,7 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult, TextContent
 
 from common.async_calls import PerLoop
 from common.env_vars import command_path
-from common.errors import one_line
+from common.errors import end_of_output, one_line
 from common.files import write_atomically
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.environments.base import StepResult
@@ -37,7 +37,6 @@ from rollout.trajectory import Action, CallOutcome, InfrastructureError, Task, T
 
 TOOLS_FILE = "tools.json"
 CONNECT_S = 30.0  # of an HTTP connection
-ERROR_CHARACTERS = 300  # of a server's output, in messages
 DEFAULT_LIMITS = ToolLimits()
 
 
@@ -139,8 +138,7 @@ class Session:
     def _failed(self, error: BaseException, printed: TextIO) -> str:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        printed.seek(0)
-        end = one_line(printed.read())[-ERROR_CHARACTERS:]
+        end = end_of_output(printed)
         late = f"no answer within {self.server.start_timeout_s:g} s"
         why = late if isinstance(error, TimeoutError) else one_line(str(error)) or type(error).__name__
         return f"MCP server {self.server.where} does not answer: {why}{f'; it printed: {end}' if end else ''}"

@@ -19,7 +19,7 @@ import aiohttp
 
 from common.async_calls import PerLoop
 from common.env_vars import command_path
-from common.errors import one_line
+from common.errors import end_of_output, one_line
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
 from rollout.environments.base import ACT, check_tasks
 from rollout.environments.text_episode import Played, TextEpisode, Texts, reset_arguments
@@ -165,8 +165,7 @@ class OpenEnv:
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             why = f"did not answer /health within {self._start_timeout_s:g} s"
-        printed.seek(0)
-        end = one_line(printed.read())[-300:]
+        end = end_of_output(printed)
         await self.close()
         raise ValueError(f"the OpenEnv server {self.url} {why}{f'; it printed: {end}' if end else ''}")
 

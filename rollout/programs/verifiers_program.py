@@ -20,7 +20,7 @@ from typing import Any
 
 from common.async_calls import PerLoop
 from common.env_vars import command_path
-from common.errors import one_line
+from common.errors import end_of_output, one_line
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.trajectory import InfrastructureError, RewardError, Task
@@ -105,8 +105,7 @@ class VerifiersWorker:
                 future.set_exception(InfrastructureError(self._ended()))
 
     def _ended(self) -> str:
-        self._printed.seek(0)
-        return f"the process of verifiers has ended; it printed: {one_line(self._printed.read())[-300:]}"
+        return f"the process of verifiers has ended; it printed: {end_of_output(self._printed)}"
 
 
 class VerifiersProgram:
