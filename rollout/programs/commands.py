@@ -145,6 +145,9 @@ class CommandProgram:
             "OPENAI_BASE_URL": model.base_url,
             "OPENAI_API_KEY": model.api_key,
             "OPENAI_MODEL": model.name,
+            "ANTHROPIC_BASE_URL": model.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": model.api_key,
+            "ANTHROPIC_MODEL": model.name,
         }
         return kept | own | self.environment | task_variables(folder, task) | reached
 

@@ -1,12 +1,15 @@
-"""HTTP endpoint in OpenAI's form, in front of the rollout engine. Every rollout has its own secret address.
+"""HTTP endpoint in the forms of OpenAI and Anthropic, in front of the rollout engine. Every rollout has its own secret
+address.
 
 | request | what it does |
 |---|---|
 | ``POST /s/SECRET/v1/chat/completions`` | sample the model's next turn; also as a stream |
+| ``POST /s/SECRET/v1/responses`` | the same in the form of OpenAI's responses |
+| ``POST /s/SECRET/v1/messages`` | the same in the form of Anthropic's messages |
 | ``POST /s/SECRET/v1/reward`` | the program's reward: ``{"reward": 1.0, "metrics": {"solved": 1}}`` |
 | ``GET /s/SECRET/v1/models`` | the model |
 
-An error is an object as OpenAI's, ``{"error": {"message", "type", "code"}}``: 400 for a request that cannot be answered
+An error is an object as OpenAI's or Anthropic's: 400 for a request that cannot be answered
 or is over a limit, 404 for an unknown secret, 410 after the end of the rollout, 503 where the engine has failed. It
 listens on this machine only.
 """
@@ -18,20 +21,35 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from common.http_server import bind, listen, read_body
 from rollout.programs.base import Model
-from rollout.programs.requests import NAME, RequestError, chunks, completion, read_request
+from rollout.programs.dialects import chat_completions, messages, responses
+from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError
 from rollout.programs.session import GONE, Session
 from rollout.trajectory import RewardError
 
 BODY_BYTES = 64 << 20
 BODY_S, IDLE_S, STOP_S = 60.0, 600.0, 1.0
 ENDED = 10_000  # secrets of rollouts that are over, which are answered 410
-PATHS = "POST /s/SECRET/v1/chat/completions, POST /s/SECRET/v1/reward or GET /s/SECRET/v1/models"
+
+
+class Dialect(Protocol):
+    """A form of requests and answers. ``kept`` belongs to the rollout and lasts as long."""
+
+    def read(self, body: Any, kept: dict[str, list[Any]]) -> ChatRequest: ...
+
+    def answer(self, reply: Reply, body: Any, kept: dict[str, list[Any]]) -> dict[str, Any]: ...
+
+    def stream(self, reply: Reply, body: Any, kept: dict[str, list[Any]]) -> str: ...
+
+
+DIALECTS: dict[str, Dialect] = {"chat/completions": chat_completions, "responses": responses, "messages": messages}
+PATHS = f"POST /s/SECRET/v1/{', '.join(DIALECTS)} or reward, or GET /s/SECRET/v1/models"
 
 
 class Endpoint:
@@ -48,7 +66,8 @@ class Endpoint:
         if self._runner is not None:
             return
         app = web.Application(client_max_size=BODY_BYTES, middlewares=[_answer_errors])
-        app.router.add_post("/s/{secret}/v1/chat/completions", self._chat)
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(f"/s/{{secret}}/v1/{path}", partial(self._turn, dialect))
         app.router.add_post("/s/{secret}/v1/reward", self._reward)
         app.router.add_get("/s/{secret}/v1/models", self._models)
         listener = bind("127.0.0.1", 0)
@@ -80,18 +99,16 @@ class Endpoint:
             raise RequestError(GONE, status=410)
         raise RequestError("no rollout has this address; expected OPENAI_BASE_URL as it was given", status=404)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _turn(self, dialect: Dialect, request: web.Request) -> web.Response:
         session = self._session(request)
-        asked = read_request(await _json(request))
+        body = await _json(request)
+        asked = dialect.read(body, session.kept)
         reply = await session.reply(asked)
         if not asked.stream:
-            return web.json_response(completion(reply, NAME))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for event in chunks(reply, NAME, asked.usage):
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            return web.json_response(dialect.answer(reply, body, session.kept))
+        # The whole turn is sampled before the first event, so that no token can be lost.
+        events = dialect.stream(reply, body, session.kept)
+        return web.Response(text=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -115,16 +132,13 @@ async def _json(request: web.Request) -> Any:
 async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    dialect = messages if request.path.endswith("/v1/messages") else chat_completions
     try:
         return await handler(request)
     except RequestError as error:
-        return _refusal(str(error), error.status, error.code)
+        status, body = error.status, dialect.refusal(str(error), error.status, error.code)
     except RewardError as error:
-        return _refusal(str(error), 400, None)
+        status, body = 400, dialect.refusal(str(error), 400, None)
     except web.HTTPError as error:
-        return _refusal(error.text or error.reason, error.status, None)
-
-
-def _refusal(message: str, status: int, code: str | None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
+        status, body = error.status, dialect.refusal(error.text or error.reason, error.status, None)
+    return web.json_response(body, status=status)

@@ -1,10 +1,8 @@
-"""Reads requests of OpenAI's chat completions, and writes the answers."""
+"""Requests and replies of agent programs, and the reader of requests in the form of OpenAI's chat completions."""
 
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,7 +87,6 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
-    usage: bool = False  # the stream ends with the token counts
     ignored: tuple[str, ...] = ()  # options that the rollout's sampling replaces
 
 
@@ -104,6 +101,7 @@ class Reply:
     prompt_tokens: int
     sampled_tokens: int
     cached_tokens: int = 0
+    stop_string: str | None = None  # of the request, that ended the turn
 
     @property
     def message(self) -> ChatMessage:
@@ -135,7 +133,6 @@ def _read(body: Any) -> ChatRequest:
     if not isinstance(given, list) or not given:
         raise RequestError(f"messages is {_kind(given)}; expected a list with at least one message")
     messages, thinking = _messages(given)
-    options = body.get("stream_options") or {}
     return ChatRequest(
         messages,
         thinking,
@@ -143,7 +140,6 @@ def _read(body: Any) -> ChatRequest:
         max_tokens=_max_tokens(body),
         stop=_stop(body.get("stop")),
         stream=bool(body.get("stream")),
-        usage=bool(options.get("include_usage")) if isinstance(options, dict) else False,
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
     )
 
@@ -271,55 +267,3 @@ def _kind(value: Any) -> str:
 
 def _shown(values: Sequence[Any]) -> str:
     return " or ".join("nothing" if value is None else json.dumps(value) for value in values)
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
-
-
-def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a reply as the JSON body of a chat completion."""
-    choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
-    return _head("chat.completion", model) | {"choices": [choice], "usage": _usage(reply)}
-
-
-def chunks(reply: Reply, model: str, usage: bool) -> list[dict[str, Any]]:
-    """Return a reply as the events of a stream: the whole turn, then its end. It was sampled before the first one, so
-    that no token can be lost."""
-    head, message = _head("chat.completion.chunk", model), _message(reply)
-    for index, call in enumerate(message.get("tool_calls", ())):
-        call["index"] = index
-
-    def event(delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
-
-    events = [event(message, None), event({}, reply.finish_reason)]
-    return [*events, head | {"choices": [], "usage": _usage(reply)}] if usage else events
-
-
-def _head(kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-
-
-def _message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.thinking:
-        message["reasoning_content"] = reply.thinking
-    if reply.calls:
-        message["tool_calls"] = [
-            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": _function(call)}
-            for call in reply.calls
-        ]
-    return message
-
-
-def _function(call: ToolRequest) -> dict[str, str]:
-    return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-
-
-def _usage(reply: Reply) -> dict[str, Any]:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.sampled_tokens,
-        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-    }

@@ -15,8 +15,9 @@ from common.seeds import derive_seed
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.loop.agent_loop import Budgets
 from rollout.programs.conversations import Conversations, Prompt
+from rollout.programs.dialects import chat_completions
 from rollout.programs.protocol import ProgramProtocol
-from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, completion, read_request
+from rollout.programs.requests import ChatRequest, Reply, RequestError
 from rollout.protocols.call_formats import UnclosedThinking
 from rollout.protocols.hermes import CUT, UNCLOSED, UNREADABLE
 from rollout.tags import boxed, unwrapped
@@ -49,6 +50,7 @@ class Session:
         self.reward: float | None = None  # that the program has posted
         self.metrics: dict[str, float] = {}
         self.ignored: Counter[str] = Counter()
+        self.kept: dict[str, list[Any]] = {}  # conversations that the dialect `responses` may continue, by response
         self.broken: asyncio.Future[InfrastructureError] = asyncio.get_running_loop().create_future()
         self._seed_parts, self._prompts, self._on_turn = seed_parts, Counter[bytes](), on_turn
         self._sampling: set[asyncio.Future[Any]] = set()
@@ -64,7 +66,8 @@ class Session:
     async def chat(self, **body: Any) -> dict[str, Any]:
         """Answer a request in the form of a chat completion. Raises RequestError."""
         await asyncio.sleep(0)  # a program that repeats a refused request lets others run
-        return completion(await self.reply(read_request(body | {"stream": False})), NAME)
+        reply = await self.reply(chat_completions.read(body | {"stream": False}, self.kept))
+        return chat_completions.answer(reply, body, self.kept)
 
     def post_reward(self, body: Any) -> None:
         """Take the program's reward, ``{"reward": number or null, "metrics": {...}}``; the last one counts. Raises
@@ -191,5 +194,6 @@ class Session:
             prompt_tokens=len(prompt.ids),
             sampled_tokens=len(generation.token_ids),
             cached_tokens=generation.cached_tokens,
+            stop_string=found,
         )
         return action or Action(ActionKind.INVALID, error=CUT, ended=False), reply
