@@ -23,6 +23,7 @@ from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
 from rollout.programs.base import Program
 from rollout.programs.loop import ProgramLoop
 from rollout.programs.protocol import ProgramProtocol, check_program
+from rollout.programs.served_model import PROGRAMS_ONLY, ServedModel
 from rollout.protocols.base import ChatProtocol, PromptMode
 from rollout.protocols.text_protocol import control_tokens
 from rollout.rewards.base import AsyncReward, RewardFunction, Scorer
@@ -159,6 +160,8 @@ class RolloutSystem:
             if names := [name for name, given in refused.items() if given]:
                 raise ValueError(f"rollouts has {', '.join(names)}, which a program does not take; leave it out")
             self.agent_loop = ProgramLoop(engine, protocol, program, self.budgets, scored=reward is not None)
+        elif isinstance(engine, ServedModel):
+            raise ValueError(f"{PROGRAMS_ONLY}; give rollouts.program, or another engine")
         elif environment is None or isinstance(protocol, ProgramProtocol):
             raise ValueError("rollouts has no program; give one, or an environment and a protocol that writes prompts")
         else:

@@ -13,6 +13,7 @@ from callbacks.training.optimizer_offload import offload_optimizer, reload_optim
 from common.ranges import PositiveFloat, PositiveInt
 from common.ranks import gather_objects
 from rollout.engines.base import Generation
+from rollout.programs.served_model import UNTRAINABLE, ServedModel
 from rollout.system import RolloutSystem
 from rollout.trajectory import InfrastructureError
 
@@ -61,12 +62,15 @@ class WeightSync(L.Callback):
         self._pushed: int | None = None
 
     def accept_data(self, data: Any) -> None:
-        """Raise ValueError if the data module has no rollout system, before an engine loads a model."""
+        """Raise ValueError if the data module has no rollout system, or one that takes no weights, before an engine
+        loads a model."""
         if getattr(data, "rollouts", None) is None:
             raise ValueError(
                 f"WeightSync needs a data module with a rollout system, found {type(data).__name__}; "
                 "give it its `rollouts` option or remove WeightSync from trainer.callbacks"
             )
+        if isinstance(data.rollouts.engine, ServedModel):
+            raise ValueError(UNTRAINABLE)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.accept_data(getattr(trainer, "datamodule", None))

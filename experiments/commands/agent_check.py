@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.commands.ask import asked_task, first_task
-from experiments.commands.command import command, make_graph, option
+from experiments.commands.command import command, counted, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
@@ -70,10 +70,6 @@ def task_to_play(config: Config) -> Task:
     if task is None:
         raise ExperimentError("the experiment names no question file; give a task: Q='...'")
     return task
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def described(report: Report, trajectory: Trajectory, failures: Sequence[str]) -> list[str]:

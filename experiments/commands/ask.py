@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.commands.command import command, make_graph, option
-from experiments.commands.models import find_model, rollouts_of
+from experiments.commands.command import command, counted, make_graph, option
+from experiments.commands.models import find_model, is_served_here, rollouts_of
 from experiments.launch import runner
 from experiments.launch.shared_secret import share_secret
 from experiments.registry.errors import ExperimentError
@@ -53,13 +53,14 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
             f"the world of '{context.target}' takes tasks, not questions; its episodes are in the stage's "
             f"trajectories/; run new ones: {context.command('evaluate')}"
         )
-    model = find_model(context, None)
-    runner.require_unaltered(model)
     rollouts = rollouts_of(config)
-    rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
-    share_secret(context.project.outputs)
     console = Console(highlight=False)
-    console.print(f"[dim]loading {context.project.relative(model)} and its search engine ...[/dim]")
+    if is_served_here(config):
+        model = find_model(context, None)
+        runner.require_unaltered(model)
+        rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
+        console.print(f"[dim]loading {context.project.relative(model)} and its search engine ...[/dim]")
+    share_secret(context.project.outputs)
     system = instantiate(rollouts, "rollouts")
     system.sampler = WatchedSampler(console, system.protocol)
     example = example_task(config) if shows_task_prompts(system.protocol) else None
@@ -129,7 +130,7 @@ def answer(system: Any, console: Console, task: Task, sampling: SamplingParams, 
     made = ", ".join(f"{count} x {tool}" for tool, count in calls.items()) or "no call"
     console.print(f"\n[bold green]answer:[/bold green] {escape(found)}", markup=True)
     console.print(
-        f"[dim]{len(trajectory.turns)} turns, {made}, {len(trajectory.response_ids)} tokens, "
+        f"[dim]{counted(len(trajectory.turns), 'turn')}, {made}, {len(trajectory.response_ids)} tokens, "
         f"{trajectory.seconds:.1f} s, ended by {trajectory.stop_reason}"
         f"{f': {escape(system.failures[-1])}' if trajectory.left_out else ''}[/dim]"
     )

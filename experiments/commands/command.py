@@ -161,3 +161,8 @@ def serve(
 def builds_index(stage: Stage) -> bool:
     """Return whether the stage builds a search index."""
     return (stage.config.get("task") or {}).get("class_path") == "retrieval.index.BuildIndex"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 turn", "2 turns"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -47,6 +47,8 @@ def find_model(context: RunContext, checkpoint: str | None, trust: bool = False)
         stage = trained_stage(context)
         if stage.kind != "test":
             return runner.folder_of(context, stage) / "model"
+        if not is_served_here(stage.config):
+            raise ExperimentError(f"the model of '{stage.name}' is served elsewhere, so it has no folder; give CKPT")
         checkpoint = str(context.project.root / stage.config["model"]["init_args"]["policy"])
     path = Path(checkpoint)
     if not path.exists():
@@ -85,6 +87,11 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
         config["model"] = {"class_path": EVALUATE_ONLY, "init_args": {"policy": str(path)}}
         rollouts_of(config)["init_args"]["engine"]["init_args"]["model"] = str(path)
     return replace(target, kind="test", key=digest, folder=folder, config=config)
+
+
+def is_served_here(config: Config) -> bool:
+    """Return whether the experiment has a model of its own, not one that is served elsewhere (``ServedModel``)."""
+    return config["model"]["init_args"].get("policy", "") is not None
 
 
 def rollouts_of(config: Config) -> Config:

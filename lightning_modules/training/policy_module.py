@@ -305,13 +305,19 @@ class EvaluateOnly(PolicyModule):
     """A policy for testing only, for experiments of ``kind: test``.
 
     Args:
-        policy: Hugging Face folder (or owner/name) of the model to evaluate.
+        policy: Hugging Face folder (or owner/name) of the model to evaluate; null: the engine has its own
+            (``ServedModel``).
         dtype: type the parameters are kept in.
         attention: attention implementation of transformers.
     """
 
-    def __init__(self, policy: str, dtype: DType = "float32", attention: str = "sdpa") -> None:
-        super().__init__(policy=policy, dtype=dtype, attention=attention)
+    def __init__(self, policy: str | None, dtype: DType = "float32", attention: str = "sdpa") -> None:
+        super().__init__(policy=policy or "", dtype=dtype, attention=attention)
+        self.save_hyperparameters()
+
+    def build_models(self) -> None:
+        if self.policy_path:
+            super().build_models()
 
     def configure_optimizers(self) -> None:
         return None

@@ -32,7 +32,7 @@ ISOLATED = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kil
 class CommandProgram:
     """Runs a command as the agent. Its working folder is temporary and removed afterwards.
 
-    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, which OpenAI's clients read,
+    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and the same for Anthropic's client,
     ``TASK_ID``, ``TASK_QUESTION`` (empty above 100 kB), and ``TASK_FILE``, a JSON file with all fields of the task.
     ``python`` is the trainer's.
 

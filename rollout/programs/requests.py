@@ -238,7 +238,8 @@ def _read_tools(text: str) -> Tools:
         raise RequestError(f"tools has a function that is {_kind(other)}; expected an object with name and parameters")
     empty = {"type": "object", "properties": {}}  # a tool without parameters may leave them out
     try:
-        schemas = read_schemas([{"parameters": empty} | f for f in functions])
+        # The order of keys stays the program's, as a server would show it to the model.
+        schemas = read_schemas([f if "parameters" in f else f | {"parameters": empty} for f in functions])
     except ValueError as error:
         raise RequestError(str(error)) from error
     return Tools(schemas, json.dumps(schemas, sort_keys=True))

@@ -18,6 +18,7 @@ from rollout.programs.conversations import Conversations, Prompt
 from rollout.programs.dialects import chat_completions
 from rollout.programs.protocol import ProgramProtocol
 from rollout.programs.requests import ChatRequest, Reply, RequestError
+from rollout.programs.served_model import ServedModel
 from rollout.protocols.call_formats import UnclosedThinking
 from rollout.protocols.hermes import CUT, UNCLOSED, UNREADABLE
 from rollout.tags import boxed, unwrapped
@@ -102,10 +103,10 @@ class Session:
         except ValueError as error:
             raise RequestError(str(error)) from error
         self.ignored.update(request.ignored)
-        generating = asyncio.ensure_future(self.engine.generate(prompt.ids, params))
+        generating = asyncio.ensure_future(self._sample(prompt, request, params))
         self._sampling.add(generating)
         try:
-            generation = await generating
+            generation, action, reply = await generating
         except asyncio.CancelledError:
             if self._over:
                 raise RequestError(GONE, status=410) from None
@@ -114,15 +115,27 @@ class Session:
             if not self.broken.done():
                 self.broken.set_result(error)
             raise RequestError(f"the engine failed: {error}", status=503) from error
+        except RequestError as error:  # of a served model
+            if error.code == "context_length_exceeded":
+                self.limit = self.limit or StopReason.LENGTH
+            raise
         finally:
             self._sampling.discard(generating)
         self._check_open()
-        action, reply = self._read(prompt, generation)
         self._tokens += len(generation.token_ids)
         self.conversations.add(request, prompt, generation, action, reply, time.monotonic())
         if self._on_turn is not None:
             await self._on_turn(generation)
         return reply
+
+    async def _sample(
+        self, prompt: Prompt, request: ChatRequest, params: SamplingParams
+    ) -> tuple[Generation, Action, Reply]:
+        if isinstance(self.engine, ServedModel):
+            generation, reply = await self.engine.answer(request, prompt.form, params)
+            return generation, _action(reply), reply
+        generation = await self.engine.generate(prompt.ids, params)
+        return generation, *self._read(prompt, generation)
 
     def _check_open(self) -> None:
         if self._over:
@@ -181,11 +194,7 @@ class Session:
         for tag in chat.thinking_tags:
             thinking = thinking.replace(tag, "")
         if calls:
-            action = Action(ActionKind.CALL, calls)
             said = said.partition(reader.beginning)[0] if reader.beginning else ""
-        elif action is None and ended:
-            content = boxed(said)
-            action = Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))
         reply = Reply(
             content=said.strip() or None,
             thinking=thinking.strip() or None,
@@ -196,4 +205,14 @@ class Session:
             cached_tokens=generation.cached_tokens,
             stop_string=found,
         )
-        return action or Action(ActionKind.INVALID, error=CUT, ended=False), reply
+        return action or _action(reply), reply
+
+
+def _action(reply: Reply) -> Action:
+    """Return a turn as an action, for metrics."""
+    if reply.calls:
+        return Action(ActionKind.CALL, reply.calls)
+    if reply.finish_reason == "length":
+        return Action(ActionKind.INVALID, error=CUT, ended=False)
+    content = boxed(reply.content or "")
+    return Action(ActionKind.ANSWER, answer=None if content is None else unwrapped(content))

@@ -146,6 +146,26 @@ class ChatBoundaries:
         opened = self.opened if shared == len(header) else ""
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
 
+    def turn_ids(self, content: str, thinking: str | None = None, calls: Sequence[ToolRequest] = ()) -> list[int]:
+        """Return the token ids of an assistant's turn as the template writes it behind the header, with its end; for
+        texts whose tokens are not known. Control tokens in the texts are quoted.
+
+        Raises ValueError if the template refuses the turn."""
+        quote = self.quotes.quote_special
+        turn = self.message(calls, self.quotes.quote) if calls else {"role": "assistant"}
+        turn |= {"content": quote(content)} | ({"reasoning_content": quote(thinking)} if thinking else {})
+        header, whole = self.ids(self.header), self.quotes.ids(self.render([_USER, turn], open_turn=False))
+        shared = len(os.path.commonprefix([header, whole]))
+        ends = {self._special[end] for end in self.ends}
+        until = next((i for i in range(shared, len(whole)) if whole[i] in ends), len(whole))
+        # GLM ends a turn with the header of the next message, which is not there yet.
+        end = whole[until] if until < len(whole) else self._special[self.call_end if calls else self.end]
+        written = [*whole[shared:until], end]
+        if shared == len(header) or not self.opened:
+            return written
+        # The header opens the thinking, and the template leaves both out of an earlier turn.
+        return [*self.quotes.ids(f"{quote(thinking or '')}{self.thinking_tags[1]}\n\n"), *written]
+
     def takes_results(self, called: Sequence[str], count: int) -> bool:
         """Return whether the chat template shows ``count`` tool messages after a turn that calls the tools named in
         ``called``."""

@@ -28,10 +28,16 @@ from experiments.commands.export import export
 from experiments.registry.project import Project
 from experiments.stages.context import RunContext
 from experiments.stages.store import StageFolder
+from rollout.engines.base import SamplingParams
+from rollout.programs.base import Model
+from rollout.programs.protocol import ProgramProtocol
+from rollout.programs.served_model import ServedModel
 from rollout.protocols.hermes import HermesProtocol
+from rollout.system import RolloutSystem
 from rollout.tools.schemas import SCHEMAS
-from rollout.trajectory import Task
+from rollout.trajectory import Task, Trajectory
 from tests.rollout.chat_models import chat_model
+from tests.rollout.programs.playing import Own
 from tests.rollout.serving import free_port
 
 QUESTION, PROGRAM = "How many primes are below 100?", "print(25)"
@@ -110,6 +116,24 @@ def served(command: str, folder: Path):
         child.wait()
 
 
+def played(folder: str, client: openai.OpenAI) -> Trajectory:
+    """The rollout of a program that asks the served model once."""
+
+    async def agent(task: Task, model: Model) -> int:
+        asked: list[Any] = [{"role": "user", "content": QUESTION}]
+        await model.chat(messages=asked, tools=[SCHEMAS["code_interpreter"]])
+        return 1
+
+    engine = ServedModel([str(client.base_url)], client.models.list().data[0].id, timeout=STARTS_S)
+    protocol = ProgramProtocol(folder, thinking=False, tools_in="system")
+    system = RolloutSystem(engine, protocol, program=Own(agent), max_turns=1, max_turn_tokens=100)
+    task = Task(id="0", question=QUESTION, golden_answers=(), data_source="test")
+    try:
+        return system.rollout([task], sampling=SamplingParams(100, temperature=0.0), seed=0)[0]
+    finally:
+        system.close()
+
+
 def is_ready(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
@@ -138,6 +162,7 @@ def test_the_served_export_gives_the_trained_call_to_the_openai_client(workshop,
     for flag in ("--tool-call-parser hermes", "--default-chat-template-kwargs", f"--chat-template export/{TEMPLATE}"):
         assert flag in recorded
     with served(printed, tmp_path) as client:
+        trajectory = played(folder, client)
         ask: Any = client.chat.completions.create
         answer = ask(
             model=client.models.list().data[0].id,
@@ -147,6 +172,10 @@ def test_the_served_export_gives_the_trained_call_to_the_openai_client(workshop,
             max_tokens=100,
             extra_body={"return_token_ids": True},
         )
+    # The same model as the engine of an agent program: the row is what it would have sampled here.
+    assert list(trajectory.prompt_ids) == prompt
+    assert trajectory.turns[0].action.calls[0].arguments == {"code": PROGRAM}
+    assert HermesProtocol(folder).decode(trajectory.response_ids) == CALL
     assert answer.prompt_token_ids == prompt, "the server shows another prompt than the rollouts"
     [choice] = answer.choices
     [call] = choice.message.tool_calls

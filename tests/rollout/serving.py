@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,3 +112,25 @@ async def raw_server(content: bytes):
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+@contextmanager
+def serving_apart(answers: Any):
+    """``serving`` in another thread, for code that runs its own event loop."""
+    served, ready, done = Served(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        nonlocal served
+        async with serving(answers) as served:
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield served
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()

@@ -143,4 +143,4 @@ def _tool(tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise RequestError(f"tools has one of type {str(kind)[:50]!r}; expected tools with a schema", "unsupported")
     described = {"description": tool["description"]} if tool.get("description") else {}
-    return {"name": tool.get("name"), "parameters": tool.get("input_schema")} | described
+    return {"name": tool.get("name")} | described | {"parameters": tool.get("input_schema")}

@@ -117,10 +117,10 @@ def _item_events(item: Item) -> Iterator[dict[str, Any]]:
 
 
 def _function(tool: Any) -> Any:
-    """Return a function's schema without the options of this dialect."""
+    """Return a function's schema as chat completions write it."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+    return {"type": "function", "function": {k: tool.get(k) for k in ("name", "description", "parameters")}}
 
 
 def _items(body: Item, kept: dict[str, list[Any]]) -> list[Any]:

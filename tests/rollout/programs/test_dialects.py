@@ -168,6 +168,17 @@ def test_one_conversation_is_one_request_in_each_dialect(system, conversation):
     assert messages.read(blocks, {}) == expected
 
 
+def test_the_model_reads_the_schema_of_a_tool_in_the_order_of_its_keys():
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "string"}}, "required": ["b"]}
+    function = {"name": "f", "description": "Does it.", "parameters": schema}
+    expected = [{"type": "function", "function": function}]
+    flat = {"type": "function", "strict": True} | {name: function[name] for name in sorted(function, reverse=True)}
+    block = {"input_schema": schema, "description": "Does it.", "name": "f"}
+    bodies = [({"input": "q", "tools": [flat]}, responses), ({"messages": [user("q")], "tools": [block]}, messages)]
+    for body, dialect in [*bodies, ({"messages": [user("q")], "tools": expected}, chat_completions)]:
+        assert json.dumps(dialect.read(body, {}).tools.schemas) == json.dumps(expected)
+
+
 @pytest.mark.parametrize("dialect", [responses, messages], ids=["responses", "messages"])
 @settings(deadline=None, max_examples=100)
 @given(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from rollout.samplers.branching import BranchingSampler
 from rollout.system import RolloutSystem
 from tests.rollout.programs.playing import END, SEARCH, Own, Sampler, call, play, system_of, user
 from tests.rollout.programs.test_conversations import message_of
+from tests.rollout.serving import serving_apart
 
 YES = lambda text, n: f"yes{END}"  # noqa: E731
 
@@ -132,19 +135,51 @@ def test_agent_check_shows_rows_and_reasons(protocol):
     assert "the program asked for temperature 1 times" in text and "ended by program_done" in text
 
 
-def test_the_agent_on_the_page_is_valid(tmp_path, monkeypatch, model_dir, capsys):
+@pytest.fixture
+def page_options(tmp_path, monkeypatch, model_dir) -> list[str]:
+    """Options of the page's experiments, whose files are written to a folder of experiments."""
     page = (ROOT / "docs" / "own_agent.md").read_text()
-    files = dict(re.findall(r"```\w+\n# (my_agent\.\w+)\n(.*?)```", page, re.DOTALL))
-    assert set(files) == {"my_agent.py", "my_agent.yaml"}
+    files = dict(re.findall(r"```\w+\n# (my_agent\w*\.\w+)\n(.*?)```", page, re.DOTALL))
+    assert set(files) == {"my_agent.py", "my_agent.yaml", "my_agent_served.yaml"}
     for name, text in files.items():
         Path(tmp_path, name).write_text(text)
     (tmp_path / "q.jsonl").write_text(
         "".join(f'{{"question": "Say {n}.", "golden_answers": "{n}"}}\n' for n in range(40))
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     monkeypatch.setenv("COMPACT_AGENTS_EXPERIMENTS", str(tmp_path))
     monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path / "outputs"))
-    options = [f"--paths.questions={tmp_path}/q.jsonl", f"--paths.model={model_dir}"]
+    return [f"--paths.questions={tmp_path}/q.jsonl", f"--paths.model={model_dir}"]
+
+
+def test_the_agent_on_the_page_is_valid(page_options, capsys):
+    options = page_options
     assert main(["dry-run", "my_agent", *options]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "function: my_agent.solve" in said and "max_turns: 20" in said
+
+
+@pytest.mark.slow
+def test_the_pages_served_model_gets_a_row_of_results(page_options, tmp_path, capsys):
+    def answer(body):
+        [message] = body["messages"]
+        number = int(re.findall(r"\d+", message["content"])[0])
+        return {"choices": [{"message": {"role": "assistant", "content": str(number - number % 2)}}]}
+
+    with serving_apart(answer) as served:
+        given = [
+            "--paths.served_model_name=big",
+            f"--paths.server={served.url}/v1",
+            "--values.tracker=none",
+            *page_options,
+        ]
+        assert main(["train", "my_agent_served", *given]) == 0, capsys.readouterr()
+    [evaluation] = (tmp_path / "outputs").glob("my_agent_served/*/evaluation.json")
+    tested = [int(re.findall(r"\d+", body["messages"][0]["content"])[0]) for body in served.bodies]
+    even = sum(number % 2 == 0 for number in tested) / len(tested)
+    assert 0 < even < 1 and json.loads(evaluation.read_text())["test"]["em"]["mean"] == even
+    with serving_apart(answer) as served:
+        given[1] = f"--paths.server={served.url}/v1"
+        assert main(["ask", "my_agent_served", "--question", "Say 8", *given]) == 0
+    assert "answer: 8\n1 turn, no call" in capsys.readouterr().out

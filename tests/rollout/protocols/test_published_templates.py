@@ -535,6 +535,21 @@ def test_calls_survive_or_the_template_is_refused_in_one_line(name, tmp_path):
         assert (action.kind, list(action.calls)) == (ActionKind.CALL, turn), written
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name in EXPECTED])
+def test_a_served_models_turn_is_read_back_from_its_tokens(name, tmp_path):
+    protocol = HermesProtocol(chat_folder(tmp_path, template(name), CASES[name]), tools=[TOOL], max_parallel_calls=None)
+    calls = [ToolRequest("search", CALLS[0])]
+    for content, made in (("It is \\boxed{25}.", []), ("", calls)):
+        ids = protocol.chat.turn_ids(content, None, made)
+        text, ended = protocol.chat.without_end(protocol.decode(ids))
+        assert ended
+        action = protocol.parse(protocol.decode(ids))
+        if made:
+            assert (action.kind, list(action.calls)) == (ActionKind.CALL, made), text
+        else:
+            assert (action.kind, action.answer) == (ActionKind.ANSWER, "25"), text
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_template_takes_the_tools_in_the_system_message_and_shows_them_once(name, tmp_path):
     try:
