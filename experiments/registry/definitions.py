@@ -18,6 +18,7 @@ from experiments.registry.files import Config, load_yaml, read_yaml
 from experiments.registry.matrix import expand
 
 BASES = "bases"
+STAGE_FILE = "stage.json"  # in the output folder of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,13 @@ def _listed(directories: tuple[Path, ...]) -> str:
 
 
 def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, modification time, size) of every experiment file in ``folder`` and its subfolders."""
-    if not os.path.isdir(folder):
+    """Yield (path, modification time, size) of every experiment file in ``folder`` and its subfolders, without hidden
+    ones (``.venv``, ``.github``) and the folders of finished stages, whose config.yaml is no experiment."""
+    if not os.path.isdir(folder) or os.path.exists(os.path.join(folder, STAGE_FILE)):
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir():
-            if entry.name != BASES:
+            if entry.name != BASES and not entry.name.startswith("."):
                 yield from _scan(entry.path)
         elif entry.name.endswith(".yaml"):
             stat = entry.stat()

@@ -32,9 +32,9 @@ ISOLATED = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kil
 class CommandProgram:
     """Runs a command as the agent. Its working folder is temporary and removed afterwards.
 
-    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and the same for Anthropic's client,
-    ``TASK_ID``, ``TASK_QUESTION`` (empty above 100 kB), and ``TASK_FILE``, a JSON file with all fields of the task.
-    ``python`` is the trainer's.
+    Its environment has ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, the same three for Anthropic's
+    client, ``TASK_ID``, ``TASK_QUESTION`` (empty above 100 kB), and ``TASK_FILE``, a JSON file with all fields of the
+    task. ``python`` is the trainer's.
 
     When the command ends, or its time, all processes that it has started are killed. Without ``isolated`` a process
     that changes its environment can hide from that.

@@ -1,4 +1,4 @@
-"""Three agent programs that ask the model through OpenAI's interface; the fourth is ``agent.sh``."""
+"""Three agent programs that use OpenAI's client. ``langgraph_agent.py`` and ``agent.sh`` are two more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine that plays the model for demonstrations of all four agents."""
+"""The engine that plays the model for demonstrations of all agents."""
 
 from __future__ import annotations
 

@@ -130,3 +130,12 @@ def test_one_name_is_one_experiment(workshop):
     workshop.write("more/x", "{}")
     with pytest.raises(ExperimentError, match="/x.yaml: experiment 'x' is defined in .*/x.yaml already"):
         names(workshop.project)
+
+
+def test_outputs_and_hidden_folders_beside_experiments_are_no_experiments(workshop):
+    workshop.task("x")
+    for folder in ("outputs/x/0a1b", ".github/workflows"):
+        (workshop.files / folder).mkdir(parents=True)
+        workshop.write(f"{folder}/config", "{}")
+    (workshop.files / "outputs/x/0a1b/stage.json").write_text("{}")
+    assert "x" in names(workshop.project) and "config" not in names(workshop.project)
