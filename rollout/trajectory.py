@@ -264,7 +264,8 @@ class Reward:
     kept as Python floats.
 
     Raises:
-        RewardError: on construction, if the total or a part is not a finite number (see ``finite_number``).
+        RewardError: on construction, if the total or a part is not a finite number (see ``finite_number``), or a part
+            is called ``total``.
     """
 
     total: float
@@ -274,6 +275,8 @@ class Reward:
         object.__setattr__(self, "total", finite_number(self.total, "the total"))
         if not isinstance(self.parts, Mapping) or not all(isinstance(name, str) for name in self.parts):
             raise RewardError(f"the parts are {_shown(self.parts)}; expected a dict from names to finite numbers")
+        if "total" in self.parts:
+            raise RewardError("a part is called total, which is the name of the whole; give it another name")
         parts = {name: finite_number(value, f"the part {name!r}") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 

@@ -15,14 +15,17 @@ from lightning_modules.metrics import StepMetrics
 from rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 from rollout.trajectory_metrics import rollout_metrics
 
+SCORES = ("em", "f1", "acc", "success")
+
 
 def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> None:
     """Log the rewards, stop reasons, tool calls and forks of one iteration's rollout batch (this rank's groups), over
     all ranks.
 
-    Rewards and endings: ``train/reward``, ``train/<part>`` (over the trajectories whose reward has that part),
-    ``train/stop/<reason>`` (shares). Where prompts have several trajectories: ``train/zero_variance_groups`` (share
-    of the groups with identical rewards or a single usable trajectory, which give zero advantage).
+    Rewards and endings: ``train/reward``, ``train/<part>`` of the parts in ``SCORES``, ``train/reward/<part>`` of the
+    others (over the trajectories whose reward has that part), ``train/stop/<reason>`` (shares). Where prompts have
+    several trajectories: ``train/zero_variance_groups`` (share of the groups with identical rewards or a single usable
+    trajectory, which give zero advantage).
 
     Sums: ``train/trajectories``, ``train/tool_calls`` (executed; a call that forks have inherited counts once),
     ``train/calls/<tool>``.
@@ -42,7 +45,8 @@ def log_rollout(metrics: StepMetrics, trajectories: Sequence[Trajectory]) -> Non
     metrics.mean("train/reward", sum(reward.total for reward in rewards), len(rewards))
     for part in sorted({part for reward in rewards for part in reward.parts}):
         values = [reward.parts[part] for reward in rewards if part in reward.parts]
-        metrics.mean(f"train/{part}", sum(values), len(values))
+        name = part if part in SCORES else f"reward/{part}"  # else a part "loss" would be added to the loss
+        metrics.mean(f"train/{name}", sum(values), len(values))
     if any(t.index for t in trajectories):
         groups = [t.group for t in usable if t.reward is not None]
         constant = zero_variance_groups(torch.tensor([reward.total for reward in rewards]), groups)

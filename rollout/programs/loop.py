@@ -129,7 +129,8 @@ class ProgramLoop:
             logger.log(logging.WARNING if reason in LEFT_OUT else logging.DEBUG, "rollout %s: %s", name, why)
         chains = session.conversations.chains()
         rows = rows_of(chains)
-        found = Reward(reward, {"program": reward} | session.metrics | result.metrics) if reward is not None else None
+        own = {"program": reward or 0.0}
+        found = Reward(reward, own | session.metrics | result.metrics | own) if reward is not None else None
         trajectory = Trajectory(
             task=task,
             prompt_ids=rows.prompt_ids,

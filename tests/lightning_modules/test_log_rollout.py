@@ -12,7 +12,7 @@ from lightning_modules import metrics as metrics_module
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.training.rollout_metrics import log_rollout
-from rollout.trajectory import CallOutcome, Fork, Reward, StopReason, ToolCall, ToolRequest, ToolResult
+from rollout.trajectory import CallOutcome, Fork, Reward, RewardError, StopReason, ToolCall, ToolRequest, ToolResult
 from tests.lightning_modules.helpers import fit, make_trajectory
 
 
@@ -41,8 +41,8 @@ EXPECTED = {
     "train/distinct": 1.0, "train/branch_probability": 0.75, "train/forked": 0.5, "train/inherited_tokens": 7 / 36,
     "train/tokens_computed": 35.0, "train/entropy_after_tools": (1.5 + 2.5) / 2, "train/call_outcome/ok": 1 / 3,
     "train/call_outcome/error": 1 / 3, "train/call_outcome/empty": 1 / 3,
-    "train/call_outcome/timeout": 0.0, "train/call_outcome/refused": 0.0, "train/reward": 0.5, "train/math": 1.0,
-    "train/format": 0.5, "train/stop/answer": 1.0, "train/zero_variance_groups": 0.0,
+    "train/call_outcome/timeout": 0.0, "train/call_outcome/refused": 0.0, "train/reward": 0.5,
+    "train/reward/math": 1.0, "train/reward/format": 0.5, "train/stop/answer": 1.0, "train/zero_variance_groups": 0.0,
 }  # fmt: skip
 
 
@@ -79,5 +79,16 @@ def test_a_group_of_one_says_nothing_about_groups(model_dir):
     trainer = fit(PPO(str(model_dir), num_mini_batches=1), [rows])
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["train/tool_calls"] == 4 and logged["train/forked"] == 0.0
-    assert logged["train/reward"] == logged["train/math"] == 1.0
+    assert logged["train/reward"] == logged["train/reward/math"] == 1.0
     assert "train/distinct" not in logged
+
+
+def test_a_part_of_the_reward_changes_no_other_metric():
+    parts = {"reward": 9.0, "em": 1.0, "tool_calls": 9.0, "loss": 9.0}
+    metrics = StepMetrics()
+    log_rollout(metrics, [t.replace(reward=Reward(0.25, parts)) for t in group()[:1]])
+    found = metrics.reduce()
+    assert found["train/reward"] == 0.25 and found["train/em"] == 1.0 and found["train/tool_calls"] == 2
+    assert found["train/reward/reward"] == found["train/reward/loss"] == 9.0 and "train/loss" not in found
+    with pytest.raises(RewardError, match="a part is called total"):
+        Reward(0.25, {"total": 9.0})
