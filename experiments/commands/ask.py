@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.commands.command import command, counted, make_graph, option
-from experiments.commands.models import find_model, is_served_here, rollouts_of
+from experiments.commands.models import find_model, is_served_elsewhere, rollouts_of
 from experiments.launch import runner
 from experiments.launch.shared_secret import share_secret
 from experiments.registry.errors import ExperimentError
@@ -55,7 +55,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
         )
     rollouts = rollouts_of(config)
     console = Console(highlight=False)
-    if is_served_here(config):
+    if not is_served_elsewhere(config):
         model = find_model(context, None)
         runner.require_unaltered(model)
         rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)

@@ -28,8 +28,9 @@ EVALUATE_ONLY = "lightning_modules.training.policy_module.EvaluateOnly"
 
 def trained_stage(context: RunContext) -> Stage:
     """Return the stage that trained the experiment's model. If no stage with these overrides was trained, return the
-    one without overrides, which then only change how the model is used."""
+    one without overrides, which then only change how the model is used. Raises ExperimentError for a served model."""
     overridden = make_graph(context).target()
+    refuse_served(overridden)
     plain = Graph(context.project, context.target, Overrides(), context.seed).target()
     made = [stage for stage in (overridden, plain) if StageFolder(stage.folder).result() is not None]
     return [*made, overridden][0]
@@ -47,8 +48,6 @@ def find_model(context: RunContext, checkpoint: str | None, trust: bool = False)
         stage = trained_stage(context)
         if stage.kind != "test":
             return runner.folder_of(context, stage) / "model"
-        if not is_served_here(stage.config):
-            raise ExperimentError(f"the model of '{stage.name}' is served elsewhere, so it has no folder; give CKPT")
         checkpoint = str(context.project.root / stage.config["model"]["init_args"]["policy"])
     path = Path(checkpoint)
     if not path.exists():
@@ -89,9 +88,15 @@ def evaluation_stage(target: Stage, path: Path, graph: Graph) -> Stage:
     return replace(target, kind="test", key=digest, folder=folder, config=config)
 
 
-def is_served_here(config: Config) -> bool:
-    """Return whether the experiment has a model of its own, not one that is served elsewhere (``ServedModel``)."""
-    return config["model"]["init_args"].get("policy", "") is not None
+def is_served_elsewhere(config: Config) -> bool:
+    """Return whether the experiment has no model of its own, because its engine is a ``ServedModel``."""
+    return ((config.get("model") or {}).get("init_args") or {}).get("policy", "") is None
+
+
+def refuse_served(stage: Stage) -> None:
+    """Raise ExperimentError if the experiment's model is served elsewhere."""
+    if is_served_elsewhere(stage.config):
+        raise ExperimentError(f"the model of '{stage.name}' is served elsewhere and has no folder; make train tests it")
 
 
 def rollouts_of(config: Config) -> Config:
@@ -128,6 +133,7 @@ def evaluate(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(
             f"'{target.name}' is of kind task and has no model; evaluate an experiment of kind fit or test"
         )
+    refuse_served(target)
     if checkpoint is None and target.kind == "test":
         runner.require_needs([target])  # says how to get its model
     context = named(context, "evaluate", CKPT=checkpoint, TRUST=1 if args.trust else None)

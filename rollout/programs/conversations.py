@@ -141,7 +141,8 @@ class Conversations:
         for turn in self.turns:
             known = (*turn.request.messages, turn.reply.message)
             shared = next(
-                (i for i, (a, b) in enumerate(zip(known, request.messages, strict=False)) if a != b), len(known)
+                (i for i, (a, b) in enumerate(zip(known, request.messages, strict=False)) if a.compared != b.compared),
+                len(known),
             )
             if shared <= best:
                 continue
@@ -234,7 +235,7 @@ def _key(messages: Sequence[ChatMessage], tools: Tools) -> bytes:
     """Return a digest of a conversation and its tools."""
     digest = hashlib.sha256(tools.key.encode("utf-8", "surrogatepass"))
     for message in messages:
-        parts = (message.role, message.content, *(part for call in message.calls for part in call))
+        parts = message.compared
         for part in parts:
             data = part.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(8, "big") + data)

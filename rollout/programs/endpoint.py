@@ -9,7 +9,7 @@ address.
 | ``POST /s/SECRET/v1/reward`` | the program's reward: ``{"reward": 1.0, "metrics": {"solved": 1}}`` |
 | ``GET /s/SECRET/v1/models`` | the model |
 
-An error is an object as OpenAI's or Anthropic's: 400 for a request that cannot be answered
+Errors have the form of the dialect: 400 for a request that cannot be answered
 or is over a limit, 404 for an unknown secret, 410 after the end of the rollout, 503 where the engine has failed. It
 listens on this machine only.
 """
@@ -132,7 +132,7 @@ async def _json(request: web.Request) -> Any:
 async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    dialect = messages if request.path.endswith("/v1/messages") else chat_completions
+    dialect = messages if "/v1/messages" in request.path else chat_completions
     try:
         return await handler(request)
     except RequestError as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +38,7 @@ IGNORED = (
     "presence_penalty",
     "repetition_penalty",
 )
+_WHOLE = re.compile(r"(?<=[:\[,])(-?\d+)\.0(?=[,\]}])")  # in JSON without blanks
 THINKING = ("reasoning_content", "reasoning")  # names of the thinking, in the order of preference
 
 
@@ -60,6 +62,12 @@ class ChatMessage:
     role: str
     content: str
     calls: tuple[tuple[str, str], ...] = ()  # names, and arguments as canonical JSON
+    place: int = field(default=0, compare=False)  # of a tool's result: the position of its call in the turn
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Texts that are equal if the messages are, where 1.0 is 1: clients in JavaScript send integers back so."""
+        return (self.role, self.content, *(_WHOLE.sub(r"\1", part) for call in self.calls for part in call))
 
     @property
     def requests(self) -> tuple[ToolRequest, ...]:
@@ -109,8 +117,11 @@ class Reply:
         return ChatMessage("assistant", self.content or "", calls)
 
 
-def read_request(body: Any) -> ChatRequest:
+def read_request(body: Any, names: Mapping[str, str] | None = None) -> ChatRequest:
     """Return a request from the JSON body of ``POST /chat/completions``. Unknown options are ignored, as servers do.
+
+    Args:
+        names: names of options as the client wrote them, for messages, by the names here.
 
     Raises:
         RequestError: the body is malformed, or has an option that a rollout cannot follow.
@@ -119,6 +130,25 @@ def read_request(body: Any) -> ChatRequest:
         return _read(body)
     except RecursionError:
         raise RequestError("the request is nested too deeply") from None
+    except RequestError as error:
+        option, found, rest = str(error).partition(" is ")
+        if found and option in (names or {}):
+            raise RequestError(f"{(names or {})[option]} is {rest}", error.code, error.status) from None
+        raise
+
+
+def merge_system(messages: Sequence[Any]) -> list[Any]:
+    """Return chat messages with those of the system at the beginning joined to one, because many chat templates take
+    one only."""
+    merged: list[Any] = []
+    for message in messages:
+        of_system = isinstance(message, dict) and message.get("role") in ("system", "developer")
+        if of_system and len(merged) == 1 and merged[0].get("role") == "system":
+            texts = [_text(one.get("content"), "a system message") for one in (merged[0], message)]
+            merged = [{"role": "system", "content": "\n\n".join(text for text in texts if text)}]
+        else:
+            merged.append(message | {"role": "system"} if of_system else message)
+    return merged
 
 
 def _read(body: Any) -> ChatRequest:
@@ -177,7 +207,7 @@ def _messages(given: Sequence[Any]) -> tuple[tuple[ChatMessage, ...], tuple[str 
         content = _text(message.get("content"), where)
         if role == "tool":
             place = waiting.get(str(message.get("tool_call_id")), len(results))
-            results.append((place, ChatMessage("tool", content)))
+            results.append((place, ChatMessage("tool", content, place=place)))
             continue
         calls = _calls(message.get("tool_calls"), where) if role == "assistant" else []
         waiting = {identity: place for place, (identity, _, _) in enumerate(calls)}

@@ -10,6 +10,7 @@ from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posit
 from common.text import whole
 from rollout.engines.base import Generation, SamplingParams
 from rollout.programs.requests import THINKING, ChatRequest, Reply, RequestError
+from rollout.protocols.call_formats import MalformedCall, decode_json
 from rollout.protocols.hermes import HermesProtocol
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
@@ -23,15 +24,26 @@ UNTRAINABLE = (
     "a ServedModel takes no weights: test it, with trainer.callbacks.weight_sync: null, or take another engine"
 )
 OWN_FIELDS = frozenset({"model", "messages", "tools", "stream", "n", "max_tokens", "max_completion_tokens", "stop"})
-TOO_LONG = ("context_length", "context length", "maximum context", "too long")  # in the refusals of servers
+# In the refusals of servers, of a conversation that is too long.
+TOO_LONG = (
+    "context_length",
+    "context length",
+    "context size",
+    "context window",
+    "maximum context",
+    "maximum number of tokens",
+    "prompt is too long",
+    "input is too long",
+)
 
 
 class ServedModel(RoundRobinClient):
     """Answers the requests of agent programs with a model that is served elsewhere (vLLM, SGLang, Ollama, OpenAI, ...).
     Takes the place of an engine in evaluations and in ``GenerateTrajectories``; it cannot be trained.
 
-    Servers return texts, not token ids. The recorded rows are these texts in the chat format of ``rollouts.protocol``:
-    good for reading, for counting tokens, and for SFT of the model whose tokenizer that is. Log-probs are 0.
+    Servers return texts, not token ids. The recorded rows are these texts in the chat format of ``rollouts.protocol``,
+    for reading, for counting tokens, and for SFT of the model whose tokenizer that is. Some templates leave out
+    thinking, or a text beside a call. Log-probs are 0. Of the sampling only temperature and top_p are sent.
 
     Args:
         urls: base addresses of equal servers, such as ``["http://127.0.0.1:8000/v1"]``.
@@ -68,6 +80,7 @@ class ServedModel(RoundRobinClient):
             max_tokens_as,
             dict(extra or {}),
         )
+        self._thinking = THINKING[0]  # the field that the servers use
         addresses = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the server of {served_model_name}")
         super().__init__(type(self).__name__, served_model_name, addresses, key, timeout, retries, backoff, concurrency)
@@ -99,7 +112,7 @@ class ServedModel(RoundRobinClient):
             if any(sign in str(error).lower() for sign in TOO_LONG):
                 raise RequestError(str(error), "context_length_exceeded") from error
             raise
-        reply = _reply(answer.body, f"{url}: {answer.excerpt}")
+        reply = self._reply(answer.body, f"{url}: {answer.excerpt}")
         try:
             ids = tuple(form.chat.turn_ids(reply.content or "", reply.thinking, reply.calls))
         except ValueError as error:
@@ -110,18 +123,19 @@ class ServedModel(RoundRobinClient):
 
     def _payload(self, request: ChatRequest, params: SamplingParams) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
-        waiting: list[str] = []  # ids of the calls whose results come next
+        ids: list[str] = []  # of the latest calls
         for message, thought in zip(request.messages, request.thinking, strict=True):
             written: dict[str, Any] = {"role": message.role, "content": message.content}
             if message.role == "tool":
-                written["tool_call_id"] = waiting.pop(0) if waiting else "call"
+                written["tool_call_id"] = ids[message.place] if message.place < len(ids) else "call"
+            else:
+                ids = [f"call_{len(messages)}_{place}" for place in range(len(message.calls))]
             if message.calls:
-                waiting = [f"call_{len(messages)}_{place}" for place in range(len(message.calls))]
                 functions = [{"name": name, "arguments": arguments} for name, arguments in message.calls]
-                calls = zip(waiting, functions, strict=True)
+                calls = zip(ids, functions, strict=True)
                 written["tool_calls"] = [{"id": i, "type": "function", "function": f} for i, f in calls]
                 written["content"] = message.content or None
-            messages.append(written | ({"reasoning_content": thought} if thought else {}))
+            messages.append(written | ({self._thinking: thought} if thought else {}))
         payload = {"model": self.name, "messages": messages, self.max_tokens_as: params.max_new_tokens} | self.extra
         if request.tools.schemas:
             payload["tools"] = list(request.tools.schemas)
@@ -131,26 +145,47 @@ class ServedModel(RoundRobinClient):
             payload = {"temperature": params.temperature, "top_p": params.top_p} | payload
         return payload
 
-
-def _reply(body: str, where: str) -> Reply:
-    """Return the reply in the body of a chat completion. Calls that cannot be read become text, as at the endpoint."""
-    try:
-        given = json.loads(body)
-        choice, usage = given["choices"][0], given.get("usage") or {}
-        message = choice["message"]
-        content = whole(message.get("content") or "")
-        thinking = next((whole(message[key]) for key in THINKING if message.get(key)), None)
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        written = [(str(one["name"]), one.get("arguments") or "{}") for one in functions]
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise InfrastructureError(f"expected a chat completion; found {where}") from None
-    calls: list[ToolRequest] = []
-    for name, arguments in written:
+    def _reply(self, body: str, where: str) -> Reply:
+        """Return the reply in the body of a chat completion. Calls that cannot be read become text, as at the
+        endpoint."""
         try:
-            calls.append(ToolRequest(name, dict(json.loads(arguments))))
-        except (ValueError, TypeError):
-            content += json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    cut = choice.get("finish_reason") == "length"
-    reason = "length" if cut else "tool_calls" if calls else "stop"
-    return Reply(content or None, thinking, tuple(calls), reason, counts[0], counts[1])
+            given = json.loads(body)
+            choice, usage = given["choices"][0], given.get("usage") or {}
+            message = choice["message"]
+            content = _text(message.get("content") or message.get("refusal"))
+            self._thinking = next((key for key in THINKING if message.get(key)), self._thinking)
+            thinking = _text(message.get(self._thinking))
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            written = [(whole(str(one["name"])), one.get("arguments") or {}) for one in functions]
+            counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise InfrastructureError(f"expected a chat completion with texts; found {where}") from None
+        calls: list[ToolRequest] = []
+        for name, arguments in written:
+            read = _arguments(arguments)
+            if read is None:
+                content += json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            else:
+                calls.append(ToolRequest(name, read))
+        cut = choice.get("finish_reason") == "length"
+        reason = "length" if cut else "tool_calls" if calls else "stop"
+        return Reply(content or None, thinking or None, tuple(calls), reason, counts[0], counts[1])
+
+
+def _text(given: Any) -> str:
+    """Return the text of a message's content, a text or a list of text parts. Raises TypeError, KeyError."""
+    if isinstance(given, list):
+        given = "".join(part["text"] for part in given)
+    if not isinstance(given, str | None):
+        raise TypeError(type(given).__name__)
+    return whole(given or "").strip()
+
+
+def _arguments(given: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object, or None if they are none."""
+    end = 0
+    try:
+        read, end = decode_json(given, 0) if isinstance(given, str) else (given, 0)
+    except MalformedCall:
+        return None
+    return whole(read) if isinstance(read, dict) and not (end and given[end:].strip()) else None

@@ -147,24 +147,31 @@ class ChatBoundaries:
         return opened + self._end.split(decode(self.tokenizer, whole[shared:]), maxsplit=1)[0]
 
     def turn_ids(self, content: str, thinking: str | None = None, calls: Sequence[ToolRequest] = ()) -> list[int]:
-        """Return the token ids of an assistant's turn as the template writes it behind the header, with its end; for
-        texts whose tokens are not known. Control tokens in the texts are quoted.
+        """Return the token ids of an assistant's turn behind the header, with its end, for texts whose tokens are not
+        known. They are as the template writes the turn: some leave out the thinking, or the text beside a call. Control
+        tokens in the texts are quoted.
 
         Raises ValueError if the template refuses the turn."""
         quote = self.quotes.quote_special
         turn = self.message(calls, self.quotes.quote) if calls else {"role": "assistant"}
         turn |= {"content": quote(content)} | ({"reasoning_content": quote(thinking)} if thinking else {})
-        header, whole = self.ids(self.header), self.quotes.ids(self.render([_USER, turn], open_turn=False))
-        shared = len(os.path.commonprefix([header, whole]))
-        ends = {self._special[end] for end in self.ends}
-        until = next((i for i in range(shared, len(whole)) if whole[i] in ends), len(whole))
-        # GLM ends a turn with the header of the next message, which is not there yet.
-        end = whole[until] if until < len(whole) else self._special[self.call_end if calls else self.end]
-        written = [*whole[shared:until], end]
-        if shared == len(header) or not self.opened:
-            return written
-        # The header opens the thinking, and the template leaves both out of an earlier turn.
-        return [*self.quotes.ids(f"{quote(thinking or '')}{self.thinking_tags[1]}\n\n"), *written]
+        rendered = self.render([_USER, turn], open_turn=False)
+        written = self._behind_header(rendered, quote(thinking or ""))
+        end = self._end.search(written)  # GLM ends a turn with the header of the next message, which is not there yet
+        text = written[: end.start()] if end else written
+        return [*self.quotes.ids(text), self._special[end[0] if end else self.call_end if calls else self.end]]
+
+    def _behind_header(self, rendered: str, thinking: str) -> str:
+        """Return the text that follows the header in a rendered turn. The header and the turn may differ in thinking
+        that the header opens, or opens and closes."""
+        if rendered.startswith(self.header):
+            return rendered.removeprefix(self.header)
+        opening, closing = self.thinking_tags
+        plain = self.header.rpartition(opening)[0] if closing and opening in self.header else self.header
+        shared = len(os.path.commonprefix([plain, rendered]))
+        _, thought, body = rendered[shared:].partition(closing) if closing else ("", "", "")
+        body = body.lstrip("\n") if thought else rendered[shared:]
+        return f"{thinking}\n{closing}\n\n{body}" if self.opened else body
 
     def takes_results(self, called: Sequence[str], count: int) -> bool:
         """Return whether the chat template shows ``count`` tool messages after a turn that calls the tools named in

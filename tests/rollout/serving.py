@@ -128,7 +128,7 @@ def serving_apart(answers: Any):
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
     thread.start()
-    ready.wait()
+    assert ready.wait(60), "the server did not start"
     try:
         yield served
     finally:

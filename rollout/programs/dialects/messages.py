@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, read_request
+from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, merge_system, read_request
 
 SAME = ("stream", "temperature", "top_p", "top_k", "max_tokens")  # options that chat completions call alike
 STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-CHOICES = {"any": "required", "tool": "required"}  # of tools; the others are called alike
+NAMES = {"stop": "stop_sequences", "tool_choice": "tool_choice.type"}
 # Claude Code's first system text differs in every request, so that no request would continue another (vLLM 0.32 drops
 # it too, entrypoints/anthropic/serving.py).
 BILLING = "x-anthropic-billing-header"
@@ -27,19 +27,17 @@ def read(body: Any, kept: dict[str, list[Any]]) -> ChatRequest:
     """
     if not isinstance(body, dict):
         return read_request(body)
-    if body.get("output_config") is not None or body.get("output_format") is not None:
-        raise RequestError("structured output is not supported; leave output_config out", "unsupported")
+    wanted = body.get("output_config")
+    if body.get("output_format") is not None or (isinstance(wanted, dict) and wanted.get("format") is not None):
+        raise RequestError("structured output is not supported; leave the format out", "unsupported")
     given, tools, choice = body.get("messages"), body.get("tools"), body.get("tool_choice")
-    messages = given
+    chat = {name: body.get(name) for name in SAME} | {"messages": given, "stop": body.get("stop_sequences")}
     if isinstance(given, list):
-        messages = [*_system(body.get("system")), *(m for i, one in enumerate(given, 1) for m in _messages(one, i))]
-    if isinstance(choice, dict):
-        choice = CHOICES.get(str(choice.get("type")), choice.get("type"))
-    return read_request(
-        {name: body.get(name) for name in SAME}
-        | {"messages": messages, "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools}
-        | {"tool_choice": choice, "stop": body.get("stop_sequences")}
-    )
+        system = [] if body.get("system") is None else [{"role": "system", "content": _system(body["system"])}]
+        chat["messages"] = merge_system([*system, *(m for i, one in enumerate(given, 1) for m in _messages(one, i))])
+    chat["tools"] = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+    chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
+    return read_request(chat, NAMES)
 
 
 def answer(reply: Reply, body: Any, kept: dict[str, list[Any]]) -> dict[str, Any]:
@@ -86,7 +84,7 @@ def refusal(message: str, status: int, code: str | None) -> dict[str, Any]:
     """Return the JSON body of an error."""
     kind = {400: "invalid_request_error", 413: "request_too_large"}.get(status)
     kind = kind or ("not_found_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
 
 
 def _block_events(block: Block) -> Iterator[dict[str, Any]]:
@@ -102,13 +100,11 @@ def _block_events(block: Block) -> Iterator[dict[str, Any]]:
     yield {"type": "content_block_stop"}
 
 
-def _system(given: Any) -> list[dict[str, Any]]:
-    """Return the system text as a list of no or one chat message."""
-    blocks = [{"type": "text", "text": given}] if isinstance(given, str) else given or []
-    if not isinstance(blocks, list):
-        raise RequestError(f"system is {type(given).__name__}; expected a text or a list of text blocks")
-    kept = [b for b in blocks if not (isinstance(b, dict) and str(b.get("text", "")).startswith(BILLING))]
-    return [{"role": "system", "content": kept}] if kept else []
+def _system(given: Any) -> Any:
+    """Return the content of a system message without the text that differs in every request."""
+    if not isinstance(given, list):
+        return given
+    return [b for b in given if not (isinstance(b, dict) and str(b.get("text", "")).startswith(BILLING))]
 
 
 def _messages(message: Any, number: int) -> list[dict[str, Any]]:
@@ -117,6 +113,8 @@ def _messages(message: Any, number: int) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [message]
     role, thought = message.get("role"), ""
+    if role == "system":
+        return [{"role": role, "content": _system(content)}]
     texts: list[Any] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -132,7 +130,7 @@ def _messages(message: Any, number: int) -> list[dict[str, Any]]:
             thought += str(block.get("thinking", ""))
         elif kind == "text":
             texts.append(block)
-        else:
+        elif kind != "redacted_thinking":
             raise RequestError(f"message {number} ({role}) has a block of type {kind!r}", "unsupported")
     said = {"role": role, "content": texts, "tool_calls": calls, "reasoning_content": thought}
     return [*results, said] if texts or role == "assistant" or not results else results

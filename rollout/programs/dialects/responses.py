@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, read_request
+from rollout.programs.requests import NAME, ChatRequest, Reply, RequestError, merge_system, read_request
 
 # Options that a rollout cannot follow, and their values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -22,6 +22,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
 }
 SAME = ("stream", "temperature", "top_p")  # options that chat completions call alike
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 OF_ASSISTANT = ("reasoning", "function_call")
 
 Item = dict[str, Any]
@@ -43,19 +44,16 @@ def read(body: Any, kept: dict[str, list[Any]]) -> ChatRequest:
             raise RequestError(f"{name} is not supported; leave it out", "unsupported")
     text, tools, said = body.get("text"), body.get("tools"), body.get("instructions")
     system = [] if said is None else [{"role": "system", "content": said}]
-    return read_request(
-        {name: body.get(name) for name in SAME}
-        | {"messages": [*system, *_messages(_items(body, kept))], "max_tokens": body.get("max_output_tokens")}
-        | {"tools": [_function(tool) for tool in tools] if isinstance(tools, list) else tools}
-        | {
-            "tool_choice": body.get("tool_choice"),
-            "response_format": text.get("format") if isinstance(text, dict) else None,
-        }
-    )
+    messages = merge_system([*system, *_messages(_items(body, kept))])
+    chat = {name: body.get(name) for name in (*SAME, "tool_choice")}
+    chat |= {"messages": messages, "max_tokens": body.get("max_output_tokens")}
+    chat["tools"] = [_function(tool) for tool in tools] if isinstance(tools, list) else tools
+    chat["response_format"] = text.get("format") if isinstance(text, dict) else None
+    return read_request(chat, NAMES)
 
 
 def answer(reply: Reply, body: Any, kept: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return a reply as the JSON body of a response, and keep the conversation in ``kept``."""
+    """Return a reply as the JSON body of a response. ``kept`` gets the conversation, except with ``store: false``."""
     cut = reply.finish_reason == "length"
     output = _output(reply)
     response = {
@@ -80,7 +78,8 @@ def answer(reply: Reply, body: Any, kept: dict[str, list[Any]]) -> dict[str, Any
             "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
         },
     }
-    kept[response["id"]] = [*_items(body, kept), *output]
+    if body.get("store") is not False:
+        kept[response["id"]] = [*_items(body, kept), *output]
     return response
 
 
@@ -130,7 +129,8 @@ def _items(body: Item, kept: dict[str, list[Any]]) -> list[Any]:
         raise RequestError(f"previous_response_id {str(previous)[:80]!r} is no response of this rollout")
     own = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(own, list):
-        raise RequestError(f"input is {type(given).__name__}; expected a text or a list of items")
+        kind = "missing" if given is None else type(given).__name__
+        raise RequestError(f"input is {kind}; expected a text or a list of items")
     return [*kept.get(previous or "", ()), *own]
 
 
@@ -143,10 +143,11 @@ def _messages(items: list[Any]) -> list[Item]:
             raise RequestError(f"input item {number} is {type(item).__name__}; expected an object")
         kind = item.get("type") or "message"
         if kind == "function_call_output":
-            output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages, open_turn = [*messages, output], None
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            open_turn = None
         elif kind == "message" and item.get("role") != "assistant":
-            messages, open_turn = [*messages, {"role": item.get("role"), "content": item.get("content")}], None
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+            open_turn = None
         elif kind == "message" or kind in OF_ASSISTANT:
             # A second text, or thinking behind a text or a call, begins another turn.
             if open_turn is None or (kind != "function_call" and ("content" in open_turn or "tool_calls" in open_turn)):
@@ -155,7 +156,7 @@ def _messages(items: list[Any]) -> list[Item]:
             if kind == "message":
                 open_turn["content"] = item.get("content")
             elif kind == "reasoning":
-                open_turn["reasoning_content"] = _thinking(item)
+                open_turn["reasoning_content"] = open_turn.get("reasoning_content", "") + _thinking(item, number)
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 open_turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
@@ -168,9 +169,12 @@ def _messages(items: list[Any]) -> list[Item]:
     return messages
 
 
-def _thinking(item: Item) -> str:
+def _thinking(item: Item, number: int) -> str:
     parts = item.get("content") or item.get("summary") or []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"input item {number} (reasoning) has content that is no list of texts")
+    return "".join(map(str, texts))
 
 
 def _output(reply: Reply) -> list[Item]:

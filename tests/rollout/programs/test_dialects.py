@@ -117,24 +117,32 @@ def test_every_dialect_gives_the_row_of_chat_completions(protocol, agent):
 
 # --- requests of any conversation -------------------------------------------------------------------------------------
 
+KINDS = ["user", "assistant", "system", "message", "reasoning", "function_call", "tool_use", "tool_result", "thinking"]
+FIELDS = ["role", "content", "type", "text", "id", "name", "summary", "thinking", "input", "arguments", "output"]
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
 calls = st.lists(st.tuples(words, st.dictionaries(words, words | st.integers(), max_size=2)), min_size=1, max_size=3)
-turns = st.lists(st.tuples(words, st.none() | words, st.none() | calls), min_size=1, max_size=4)
+thoughts = st.none() | words
+turns = st.lists(st.tuples(words, st.none() | words, st.none() | calls, thoughts), min_size=1, max_size=4)
 
 
 def three_forms(system: str, conversation: list[Any]) -> tuple[Any, Any, Any]:
-    """Write one conversation in three dialects. Each of its turns is (user's text, text of the model, its calls)."""
+    """Write one conversation in three dialects. Its turns are (user's text, the model's text, its calls, its
+    thinking)."""
     chat: list[Any] = [{"role": "system", "content": system}]
     items: list[Any] = []
     blocks: list[Any] = []
     number = 0
-    for asked, text, made in conversation:
+    for asked, text, made, thought in conversation:
         chat.append(user(asked))
         items.append(user(asked))
         blocks.append(user(asked))
         if text is None and made is None:
             continue
-        turn: list[Any] = [] if text is None else [{"type": "text", "text": text}]
+        turn: list[Any] = [] if thought is None else [{"type": "thinking", "thinking": thought, "signature": ""}]
+        turn += [] if text is None else [{"type": "text", "text": text}]
+        if thought is not None:
+            part = {"type": "reasoning_text", "text": thought}
+            items.append({"type": "reasoning", "id": f"rs_{len(items)}", "summary": [], "content": [part]})
         items += [] if text is None else [{"type": "message", "role": "assistant", "content": text}]
         written, results = [], []
         for name, arguments in made or ():
@@ -144,7 +152,7 @@ def three_forms(system: str, conversation: list[Any]) -> tuple[Any, Any, Any]:
             items.append({"type": "function_call", "call_id": identity, "name": name, "arguments": dumped})
             turn.append({"type": "tool_use", "id": identity, "name": name, "input": arguments})
             results.append((identity, f"result {number}"))
-        chat.append({"role": "assistant", "content": text, "tool_calls": written})
+        chat.append({"role": "assistant", "content": text, "tool_calls": written, "reasoning_content": thought})
         blocks.append({"role": "assistant", "content": turn})
         for identity, result in reversed(results):  # in any order
             chat.append({"role": "tool", "tool_call_id": identity, "content": result})
@@ -184,14 +192,11 @@ def test_the_model_reads_the_schema_of_a_tool_in_the_order_of_its_keys():
 @given(
     body=st.dictionaries(
         st.sampled_from(
-            ["input", "messages", "system", "tools", "tool_choice", "instructions", "previous_response_id"]
+            ["input", "messages", "system", "tools", "tool_choice", "instructions", "previous_response_id", "text"]
         ),
         st.recursive(
-            st.none() | st.booleans() | st.integers() | words | st.sampled_from(["user", "assistant", "message"]),
-            lambda inner: (
-                st.lists(inner, max_size=3)
-                | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "id", "name"]), inner, max_size=4)
-            ),
+            st.none() | st.booleans() | st.integers() | words | st.sampled_from(KINDS),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
             max_leaves=12,
         ),
     )
@@ -210,13 +215,16 @@ def test_a_malformed_body_is_refused_in_one_line(dialect, body):
     [
         (responses, {"input": "q", "background": True}, "background is not supported"),
         (responses, {"input": "q", "previous_response_id": "resp_x"}, "no response of this rollout"),
+        (responses, {"input": "q", "max_output_tokens": 0}, "max_output_tokens is 0"),
+        (responses, {}, "input is missing"),
+        (responses, {"input": [{"type": "reasoning", "content": 5}]}, r"input item 1 \(reasoning\)"),
         (responses, {"input": [{"type": "web_search_call"}]}, "input item 1 has the type 'web_search_call'"),
         (responses, {"input": "q", "tools": [{"type": "web_search"}]}, "tools has one of type 'web_search'"),
-        (responses, {"input": "q", "text": {"format": {"type": "json_schema"}}}, "response_format"),
+        (responses, {"input": "q", "text": {"format": {"type": "json_schema"}}}, "text.format is"),
         (messages, {"messages": [user("q")], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
-        (messages, {"messages": [user("q")], "tool_choice": {"type": "any"}}, "tool_choice"),
+        (messages, {"messages": [user("q")], "tool_choice": {"type": "any"}}, 'tool_choice.type is "any"'),
         (messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image'"),
-        (messages, {"messages": [user("q")], "output_config": {}}, "structured output"),
+        (messages, {"messages": [user("q")], "output_config": {"format": {}}}, "structured output"),
     ],
 )
 def test_what_a_rollout_cannot_follow_is_refused(dialect, body, message):
@@ -227,10 +235,64 @@ def test_what_a_rollout_cannot_follow_is_refused(dialect, body, message):
 def test_text_that_changes_with_every_request_breaks_no_conversation():
     def asked(digest):
         system = [{"type": "text", "text": f"x-anthropic-billing-header: {digest}"}, {"type": "text", "text": "Go."}]
-        return messages.read({"system": system, "messages": [user("q")]}, {})
+        inline = {"role": "system", "content": [*system[:1], {"type": "text", "text": "On."}]}
+        return messages.read({"system": system, "messages": [user("q"), inline]}, {})
 
     assert asked("a") == asked("b")
-    assert [m.content for m in asked("a").messages] == ["Go.", "q"]
+    assert [m.content for m in asked("a").messages] == ["Go.", "q", "On."]
+
+
+def test_instructions_and_the_first_messages_of_the_system_are_one_message():
+    developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]}
+    asked = responses.read({"instructions": "One.", "input": [developer, user("q")]}, {})
+    assert [(m.role, m.content) for m in asked.messages] == [("system", "One.\n\nTwo."), ("user", "q")]
+    inline = {"role": "system", "content": "Two."}
+    assert messages.read({"system": "One.", "messages": [inline, user("q")]}, {}).messages == asked.messages
+
+
+def test_harmless_options_and_hidden_thinking_are_ignored():
+    redacted = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
+    }
+    effort = {"output_config": {"effort": "high"}, "thinking": {"type": "enabled", "budget_tokens": 9}, "metadata": {}}
+    asked = messages.read({"messages": [user("q"), redacted, user("r")]} | effort, {})
+    assert [m.content for m in asked.messages] == ["q", "a", "r"]
+    options = {"reasoning": {"effort": "low"}, "truncation": "auto", "include": [], "parallel_tool_calls": False}
+    pieces = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "ab"]
+    asked = responses.read(
+        {"input": [user("q"), *pieces, {"role": "assistant", "content": "c"}, user("r")]} | options, {}
+    )
+    assert asked.thinking == (None, "ab", None) and len(asked.messages) == 3
+
+
+def test_a_whole_number_that_javascript_sends_back_continues_the_row(protocol):
+    async def agent(task, model):
+        base = model.base_url.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base, api_key="none", max_retries=0) as api:
+            wanted: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+            asked: list[Any] = [user(task.question)]
+            [use] = (await api.messages.create(messages=asked, **wanted)).content
+            assert use.input == {"query": 1.0}
+            sent = {"type": "tool_use", "id": use.id, "name": use.name, "input": {"query": 1}}
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "found"}
+            asked += [{"role": "assistant", "content": [sent]}, {"role": "user", "content": [result]}]
+            await api.messages.create(messages=asked, **wanted)
+        return 1
+
+    one = call().replace('"primes"', "1.0")
+    assert len(split_turns(play(system_of(protocol, lambda text, n: one if n == 0 else f"25{END}", agent)))) == 1
+
+
+def test_a_response_is_kept_unless_the_client_stores_none(protocol):
+    async def agent(task, model):
+        async with openai.AsyncOpenAI(base_url=model.base_url, api_key="none", max_retries=0) as api:
+            first = await api.responses.create(model="m", input="q", store=False)
+            with pytest.raises(openai.BadRequestError, match="no response of this rollout"):
+                await api.responses.create(model="m", input="r", previous_response_id=first.id)
+        return 1
+
+    assert play(system_of(protocol, lambda text, n: f"25{END}", agent)).stop_reason is StopReason.PROGRAM_DONE
 
 
 def test_limits_and_stops_have_each_dialects_names(protocol):
@@ -243,6 +305,7 @@ def test_limits_and_stops_have_each_dialects_names(protocol):
             seen["incomplete"] = (await http.post("/responses", json={"input": "q", "max_output_tokens": 2})).json()
             stop = {"messages": [user("q")], "stop_sequences": ["two"], "max_tokens": 50}
             seen["stop"] = (await http.post("/messages", json=stop)).json()
+            seen["counted"] = (await http.post("/messages/count_tokens", json=short)).json()
             over = await http.post("/messages", json=short)
             seen["over"] = (over.status_code, over.json())
         return 1
@@ -256,7 +319,8 @@ def test_limits_and_stops_have_each_dialects_names(protocol):
     assert (seen["stop"]["stop_reason"], seen["stop"]["stop_sequence"]) == ("stop_sequence", "two")
     status, body = seen["over"]
     assert status == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
-    assert "max_turns" in body["error"]["message"]
+    assert "max_turns" in body["error"]["message"] and body["error"]["code"] == "max_turns"
+    assert seen["counted"]["type"] == "error"
 
 
 def test_anthropics_client_finds_the_model_in_the_environment_of_a_command(protocol):

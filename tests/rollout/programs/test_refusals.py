@@ -183,3 +183,5 @@ def test_the_pages_served_model_gets_a_row_of_results(page_options, tmp_path, ca
         given[1] = f"--paths.server={served.url}/v1"
         assert main(["ask", "my_agent_served", "--question", "Say 8", *given]) == 0
     assert "answer: 8\n1 turn, no call" in capsys.readouterr().out
+    assert main(["evaluate", "my_agent_served", *given]) == 2
+    assert "is served elsewhere and has no folder" in capsys.readouterr().err

@@ -11,11 +11,13 @@ from callbacks.training.weight_sync import WeightSync
 from data_modules.datasets.questions import write_tasks
 from data_modules.demonstrations.generate_trajectories import GenerateTrajectories
 from data_modules.evaluation_data import EvaluationData
+from rollout.programs.protocol import ProgramProtocol
+from rollout.programs.requests import NO_TOOLS, RequestError
 from rollout.programs.served_model import ServedModel
 from rollout.rewards.qa import ExactMatchReward
 from rollout.storage import load_trajectories
 from rollout.system import RolloutSystem
-from rollout.trajectory import ActionKind, StopReason, split_turns
+from rollout.trajectory import ActionKind, StopReason, ToolRequest, split_turns
 from tests.rollout.chat_models import LLAMA, QWEN, chat_model
 from tests.rollout.programs.playing import SEARCH, TASK, Own, play, user
 from tests.rollout.serving import Served, serving_apart
@@ -89,10 +91,6 @@ def test_the_row_is_the_conversation_as_the_template_writes_it(protocol):
 
 @pytest.mark.parametrize("name", [*QWEN, *LLAMA])
 def test_a_turns_tokens_are_those_of_the_template(name, tmp_path):
-    from rollout.programs.protocol import ProgramProtocol
-    from rollout.programs.requests import NO_TOOLS
-    from rollout.trajectory import ToolRequest
-
     chat = ProgramProtocol(chat_model(tmp_path, name)).format_for(NO_TOOLS).chat
     calls = () if name in LLAMA else (ToolRequest("search", {"query": "primes"}),)  # Llama's show a call or a text
     for content, made in (("It is 25.", ()), ("", calls), ("Look.", calls)):
@@ -101,6 +99,38 @@ def test_a_turns_tokens_are_those_of_the_template(name, tmp_path):
         whole = chat.render([asked, turn | {"content": content}], open_turn=False)
         text = chat.render([asked]) + chat.tokenizer.decode(chat.turn_ids(content, None, made))
         assert whole.startswith(text) and not whole.removeprefix(text).strip()
+
+
+# Headers of Qwen3 and Qwen3.5: without thinking; opened; opened and closed. The last drop thinking from the history.
+HEADERS = {
+    "plain": ("", True, "<think>\nHm.\n</think>\n\n25", "25"),
+    "opened": ("<think>\n", True, "Hm.\n</think>\n\n25", "\n</think>\n\n25"),
+    "closed": ("<think>\n\n</think>\n\n", True, "25", "25"),
+    "opened, dropped": ("<think>\n", False, "Hm.\n</think>\n\n25", "\n</think>\n\n25"),
+    "closed, dropped": ("<think>\n\n</think>\n\n", False, "25", "25"),
+}
+
+
+@pytest.mark.parametrize("form", HEADERS)
+def test_a_turn_follows_the_thinking_of_its_header(form, tmp_path):
+    header, keeps, thought, plain = HEADERS[form]
+    written = "{%- if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n" if keeps else ""
+    empty = "{%- else %}" + (header if "</think>" in header else header + "\n</think>\n\n" if header else "")
+    written += (empty + "{%- endif %}") if written else ""
+    template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{%- if m.role == 'assistant' %}{{ '\n' }}"
+        + written.replace("\n", "{{ '\n' }}")
+        + "{%- else %}{{ '\n' }}{%- endif %}"
+        "{{ m.content }}<|im_end|>{{ '\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}"
+        + header.replace("\n", "{{ '\n' }}")
+        + "{%- endif %}"
+    )
+    chat = ProgramProtocol(chat_model(tmp_path, "qwen3", template)).format_for(NO_TOOLS).chat
+    decoded = [chat.tokenizer.decode(chat.turn_ids("25", thinking)) for thinking in ("Hm.", None)]
+    assert chat.header.endswith(f"assistant\n{header}")
+    assert decoded == [f"{thought}<|im_end|>", f"{plain}<|im_end|>"]
 
 
 def test_control_tokens_in_a_reply_end_no_turn(protocol):
@@ -132,6 +162,9 @@ def test_an_unreadable_call_is_text_and_a_cut_turn_is_cut(protocol):
     ("answer", "reason", "words"),
     [
         ((400, "maximum context length is 4096 tokens"), StopReason.LENGTH, "maximum context length"),
+        ((400, "the request exceeds the available context size"), StopReason.LENGTH, "context size"),
+        ((400, "Invalid 'tools[0].function.name': string too long"), StopReason.INFRASTRUCTURE, "string too long"),
+        (said({"not": "a text"}), StopReason.INFRASTRUCTURE, "expected a chat completion"),
         ((404, "the model `big` does not exist"), StopReason.INFRASTRUCTURE, "does not exist"),
         ((200, "<html>"), StopReason.INFRASTRUCTURE, "expected a chat completion"),
     ],
@@ -141,10 +174,59 @@ def test_refusals_of_the_server(protocol, answer, reason, words):
         system = system_of(protocol, served)
         program: Any = system.program
         program.failure_reward = 0.0
+        seen: list[str] = []
+
+        async def told(task, model):
+            try:
+                await agent(task, model)
+            except RequestError as error:
+                seen.append(str(error))
+                raise
+
+        program.play = told
         trajectory = play(system)
     assert trajectory.stop_reason is reason
-    if reason is StopReason.INFRASTRUCTURE:
-        assert words in system.failures[-1]
+    assert words in (system.failures[-1] if reason is StopReason.INFRASTRUCTURE else seen[0])
+
+
+def test_texts_are_stripped_and_refusals_and_parts_are_texts(protocol):
+    parts = [{"type": "text", "text": "\n\n2"}, {"type": "text", "text": "5\n"}]
+    answers = [said("\n\n25", reasoning="\nHm.\n"), said(parts), said(None, refusal="I cannot.")]
+    found = []
+
+    async def asking(task, model):
+        messages: list[Any] = [user(task.question)]
+        for _ in answers:
+            found.append((await model.chat(messages=messages))["choices"][0]["message"])
+            messages += [found[-1], user("And?")]
+        return 1
+
+    with serving_apart(answers) as served:
+        play(system_of(protocol, served, asking))
+    assert [message["content"] for message in found] == ["25", "25", "I cannot."]
+    assert found[0]["reasoning_content"] == "Hm."
+    assert served.bodies[1]["messages"][1]["reasoning"] == "Hm.", "sent back in the field that the server uses"
+
+
+def test_a_result_is_sent_with_the_id_of_its_call_and_arguments_may_be_objects(protocol):
+    two = [{"id": i, "function": {"name": "search", "arguments": given}} for i, given in (("a", {"q": 1}), ("b", "{}"))]
+    listed = [{"id": "c", "function": {"name": "search", "arguments": '[["q", 1]]'}}]
+
+    async def asking(task, model):
+        asked: list[Any] = [user(task.question)]
+        first = (await model.chat(messages=asked, tools=[SEARCH]))["choices"][0]["message"]
+        assert [json.loads(c["function"]["arguments"]) for c in first["tool_calls"]] == [{"q": 1}, {}]
+        result = {"role": "tool", "tool_call_id": first["tool_calls"][1]["id"], "content": "second"}
+        second = await model.chat(messages=[*asked, first, result], tools=[SEARCH])
+        assert "tool_calls" not in second["choices"][0]["message"]
+        return 1
+
+    with serving_apart(
+        [said(None, "tool_calls", tool_calls=two), said(None, "tool_calls", tool_calls=listed)]
+    ) as served:
+        assert play(system_of(protocol, served, asking)).stop_reason is StopReason.PROGRAM_DONE
+    _, turn, result = served.bodies[1]["messages"]
+    assert result["tool_call_id"] == turn["tool_calls"][1]["id"]
 
 
 def test_a_served_model_plays_programs_and_is_not_trained(protocol):

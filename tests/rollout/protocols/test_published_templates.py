@@ -542,7 +542,9 @@ def test_a_served_models_turn_is_read_back_from_its_tokens(name, tmp_path):
     for content, made in (("It is \\boxed{25}.", []), ("", calls)):
         ids = protocol.chat.turn_ids(content, None, made)
         text, ended = protocol.chat.without_end(protocol.decode(ids))
-        assert ended
+        opening, closing = protocol.chat.thinking_tags
+        whole = protocol.chat.header.rpartition("question")[2] + text
+        assert ended and whole.count(closing) == whole.count(opening) <= 1, whole
         action = protocol.parse(protocol.decode(ids))
         if made:
             assert (action.kind, list(action.calls)) == (ActionKind.CALL, made), text
