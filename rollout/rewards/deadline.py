@@ -22,6 +22,7 @@ from pebble import ProcessExpired, ProcessPool
 from common.env_vars import RANK_VARIABLES
 from rollout.trajectory import InfrastructureError
 
+ABORT_S = 5.0  # in which a pool that breaks answers the calls that it had
 GRACE_S = 1.0  # after the deadline, a process whose parent is gone ends itself
 
 
@@ -87,7 +88,7 @@ class DeadlinePool:
                 raise BrokenProcessPool(str(error)) from error
             pool = self._pool
         while not wait([future], 1.0).done:  # a pool that breaks while it is given a call may never answer it
-            if not pool.active and not wait([future], timeout_s + 5.0).done:
+            if not pool.active and not wait([future], ABORT_S).done:
                 raise BrokenProcessPool("the worker processes ended before one took the call")
         try:
             returned, result = future.result()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -95,6 +96,19 @@ def test_a_broken_pool_is_stopped_before_it_is_replaced(monkeypatch):
         assert other != pid and stopped and gone(pid) and pool._pool is not broken
     finally:
         pool.close()
+
+
+def test_a_call_that_a_breaking_pool_forgets_is_made_again_before_its_deadline(pool, monkeypatch):
+    pid = pool.call("pid", timeout_s=LONG)
+    broken, began = pool._pool, time.monotonic()
+
+    def forgets(*arguments, **options):
+        broken._pool_manager.handle_broken_pool(BrokenProcessPool("all workers expired"))
+        return Future()
+
+    monkeypatch.setattr(broken, "schedule", forgets)
+    assert pool.call("pid", timeout_s=LONG) != pid
+    assert time.monotonic() - began < LONG / 2
 
 
 @pytest.mark.slow
