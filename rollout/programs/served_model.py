@@ -74,12 +74,8 @@ class ServedModel(RoundRobinClient):
     ) -> None:
         if taken := sorted(OWN_FIELDS & set(extra or {})):
             raise ValueError(f"extra has {', '.join(taken)}, which the program or the rollout sets; leave it out")
-        self.name, self.sampling, self.max_tokens_as, self.extra = (
-            served_model_name,
-            sampling,
-            max_tokens_as,
-            dict(extra or {}),
-        )
+        self.name, self.sampling = served_model_name, sampling
+        self.max_tokens_as, self.extra = max_tokens_as, dict(extra or {})
         self._thinking = THINKING[0]  # the field that the servers use
         addresses = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the server of {served_model_name}")
