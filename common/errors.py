@@ -20,6 +20,6 @@ class FileError(ValueError):
 
 
 def end_of_output(file: IO[str]) -> str:
-    """Return the end of what a child process has written to a file, as one line for a message."""
+    """Return the end of a child process's output file, as one line for a message."""
     file.seek(0)
     return one_line(file.read())[-OUTPUT_CHARACTERS:]

@@ -80,7 +80,7 @@ def _listed(directories: tuple[Path, ...]) -> str:
 
 def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
     """Yield (path, modification time, size) of every experiment file in ``folder`` and its subfolders, without hidden
-    ones (``.venv``, ``.github``) and the folders of finished stages, whose config.yaml is no experiment."""
+    ones (``.venv``, ``.github``) and the output folders of stages, whose config.yaml is no experiment."""
     if not os.path.isdir(folder) or os.path.exists(os.path.join(folder, STAGE_FILE)):
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):

@@ -313,7 +313,6 @@ class EvaluateOnly(PolicyModule):
 
     def __init__(self, policy: str | None, dtype: DType = "float32", attention: str = "sdpa") -> None:
         super().__init__(policy=policy or "", dtype=dtype, attention=attention)
-        self.save_hyperparameters()
 
     def build_models(self) -> None:
         if self.policy_path:

@@ -140,10 +140,8 @@ class Conversations:
         best, said = -1, "no recorded turn before it"
         for turn in self.turns:
             known = (*turn.request.messages, turn.reply.message)
-            shared = next(
-                (i for i, (a, b) in enumerate(zip(known, request.messages, strict=False)) if a.compared != b.compared),
-                len(known),
-            )
+            pairs = enumerate(zip(known, request.messages, strict=False))
+            shared = next((i for i, (a, b) in pairs if a != b and a.compared != b.compared), len(known))
             if shared <= best:
                 continue
             best = shared

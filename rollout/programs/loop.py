@@ -129,8 +129,10 @@ class ProgramLoop:
             logger.log(logging.WARNING if reason in LEFT_OUT else logging.DEBUG, "rollout %s: %s", name, why)
         chains = session.conversations.chains()
         rows = rows_of(chains)
-        own = {"program": reward or 0.0}
-        found = Reward(reward, own | session.metrics | result.metrics | own) if reward is not None else None
+        found = None
+        if reward is not None:
+            own = {"program": reward}
+            found = Reward(reward, own | session.metrics | result.metrics | own)  # no metric replaces it
         trajectory = Trajectory(
             task=task,
             prompt_ids=rows.prompt_ids,

@@ -12,6 +12,7 @@ from rollout.engines.base import Generation, SamplingParams
 from rollout.programs.requests import THINKING, ChatRequest, Reply, RequestError
 from rollout.protocols.call_formats import MalformedCall, decode_json
 from rollout.protocols.hermes import HermesProtocol
+from rollout.services.chat_client import chat_addresses
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
 from rollout.trajectory import InfrastructureError, PermanentFailure, ToolRequest
@@ -77,8 +78,8 @@ class ServedModel(RoundRobinClient):
         self.name, self.sampling = served_model_name, sampling
         self.max_tokens_as, self.extra = max_tokens_as, dict(extra or {})
         self._thinking = THINKING[0]  # the field that the servers use
-        addresses = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the server of {served_model_name}")
+        addresses = chat_addresses(urls)
         super().__init__(type(self).__name__, served_model_name, addresses, key, timeout, retries, backoff, concurrency)
 
     async def start(self) -> None:

@@ -15,6 +15,11 @@ from rollout.trajectory import InfrastructureError
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "top_p", "max_tokens"})
 
 
+def chat_addresses(urls: Sequence[str]) -> list[str]:
+    """Return the addresses of ``/chat/completions`` below base addresses such as ``http://127.0.0.1:8001/v1``."""
+    return [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
+
+
 class ChatClient(RoundRobinClient):
     """Client of several equal chat servers with OpenAI's ``/chat/completions`` (vLLM or any other).
     ``RoundRobinClient`` says which failures are retried. An answer of another shape is not retried, because it would
@@ -49,7 +54,7 @@ class ChatClient(RoundRobinClient):
     ) -> None:
         if taken := sorted(_OWN_FIELDS & set(extra or {})):
             raise ValueError(f"extra holds {taken}, which the client sets itself")
-        urls = [url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions" for url in urls]
+        urls = chat_addresses(urls)
         self.model, self.extra = model, dict(extra or {})
         key = ApiKey(api_key_variable, f"the chat endpoint of {model}")
         super().__init__("ChatClient", model, urls, key, timeout, retries, backoff, concurrency)

@@ -108,7 +108,7 @@ def _system(given: Any) -> Any:
 
 
 def _messages(message: Any, number: int) -> list[dict[str, Any]]:
-    """Return a message as chat messages: each tool result is one of its own."""
+    """Return a message as chat messages, with a separate message for each tool result."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
