@@ -37,7 +37,7 @@ class Learner(L.LightningModule):
 class Data(L.LightningDataModule):
     def __init__(self, sleep_mode):
         super().__init__()
-        self.rollouts = SimpleNamespace(sleep_mode=sleep_mode, waited_s=0.0, load_weights=self.load)
+        self.rollouts = SimpleNamespace(engine=None, sleep_mode=sleep_mode, waited_s=0.0, load_weights=self.load)
         self.pushes = []
 
     def load(self, tensors, version):
