@@ -64,12 +64,42 @@ def _taken(value: Any, index: Sequence[int], length: int) -> Any:
     return taken if value.dim() == 1 else taken[:, :length]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRows(RowTensors):
+    """Values of the policy's own tokens, without padding: of each row [n_b, ...], n_b its tokens where the mask is 1.
+    For what is too large for [B, T, ...], such as log-probs of many tokens at each position."""
+
+    by_row: tuple[Tensor, ...]
+    none: Tensor  # [0, ...], the shape of a batch without tokens
+
+    def rows(self, index: Sequence[int], length: int) -> TokenRows:
+        return TokenRows(tuple(self.by_row[i] for i in index), self.none)
+
+    @property
+    def joined(self) -> Tensor:
+        """The values of all rows, one after the other [N, ...], as ``policy.positions`` orders tokens."""
+        return torch.cat([self.none, *self.by_row])
+
+    def column(self, number: int, mask: Tensor) -> Tensor:
+        """Return one value per token [B, T] float32, for the mask [B, T] of the tokens; 0 elsewhere."""
+        found = torch.zeros(mask.shape, device=mask.device)
+        found[mask != 0] = self.joined[:, number].float()
+        return found
+
+    def columns(self, first: int, last: int | None, dtype: torch.dtype | None = None) -> TokenRows:
+        """Return the values from number ``first`` to before ``last`` of each token, in another type if one is named."""
+        kept = [rows[:, first:last].to(dtype or rows.dtype) for rows in (self.none, *self.by_row)]
+        return TokenRows(tuple(kept[1:]), kept[0])
+
+
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
     """Return the per-token tensors [B, T] of a dataclass by field name, nested ones included. Integer tensors (numbers
     of turns) are left out."""
     found: dict[str, Tensor] = {}
     for name, value in _fields(rows):
         for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, TokenRows):
+                continue
             if isinstance(one, RowTensors):
                 found |= tensors_BT(one)
             elif isinstance(one, Tensor) and one.dim() == 2 and one.is_floating_point():
@@ -201,10 +231,11 @@ class LogprobBatch(Scored, RowTensors):
     """Log-probs, values and entropies of a rollout batch before the update; [B, T] float32, no gradient."""
 
     old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1, or None
-    teacher_logprobs: Tensor | None = None  # of the distillation teacher, where batch.mask is 1
+    teacher_logprobs: Tensor | None = None  # of the first teacher of an advantage transform, where batch.mask is 1
     reference_logprobs: Tensor | None = None  # of the frozen model of the KL, where batch.mask is 1
     values: Tensor | None = None  # of the critic, at every position
     entropy: Tensor | None = None  # nats, of the policy before the update, where batch.mask is 1
+    judged: tuple[RowTensors | None, ...] = ()  # what the teacher of each advantage transform says
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +245,7 @@ class PolicyOutputs(Scored):
     logprobs: Tensor  # where mask is 1, else 0
     entropy: Tensor  # nats, where mask is 1, else 0
     values: Tensor | None  # at every position; None without a critic
+    read: tuple[Tensor | None, ...] = ()  # [N, K] float32, what each advantage transform's ``reading`` asked for
 
 
 def plan(
@@ -249,3 +281,34 @@ def score(
             if group:
                 out[..., torch.as_tensor(group, device=out.device), :length] = values
     return out
+
+
+def score_tokens(
+    batch: TokenBatch,
+    function: Callable[[TokenBatch, Sequence[int]], Tensor],
+    token_budget: int,
+    packed: bool = False,
+) -> TokenRows:
+    """Apply a function to every micro-batch without gradient, and return its values of the policy's own tokens by row.
+
+    Every rank must call.
+
+    Args:
+        batch: the tokens.
+        function: of a micro-batch and its row numbers; returns a row of values for each token where the mask is 1 [n,
+            ...], in the order of ``policy.positions``.
+        token_budget: tokens of a micro-batch.
+        packed: whether rows have no padding.
+    """
+    found: dict[int, Tensor] = {}
+    none = torch.empty(0)
+    with torch.no_grad():
+        # Without rows on any rank a stand-in shows the shape of the values.
+        for group, length in plan(batch, range(len(batch.lengths)), token_budget, packed) or [([], 1)]:
+            micro = batch.rows(group, length)
+            values = function(micro, group)
+            none = values[:0]
+            if group:
+                counts = (micro.mask != 0).sum(1).tolist()
+                found |= dict(zip(group, values.split(counts), strict=True))
+    return TokenRows(tuple(found[row] for row in range(len(batch.lengths))), none)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from torch import Tensor
 
-from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch, TokenRows
 from lightning_modules.maths.correction import Correction
 from lightning_modules.maths.losses import Singleton, TokenWeights
+from lightning_modules.maths.schedules import Schedule
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import DType
+from lightning_modules.models.projection import Reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,16 +38,19 @@ class Algorithm(Protocol):
     dual_clip: float | None
     singleton_advantage: Singleton
     use_grpo: bool  # whether rewards enter
-    # Models and their folders. At most one kind of transform uses each of the last three models.
+    logits_chunk: int
+    num_mini_batches: int
+    epochs: int
+    # Models and their folders. More teachers are attributes ``teacher_NAME``.
     policy: PreTrainedModel
     policy_path: str
     reference: PreTrainedModel | None
     reference_path: str | None
-    teacher: PreTrainedModel | None  # of Distillation
+    teacher: PreTrainedModel | None
     teacher_path: str | None
     teacher_dtype: DType
-    self_teacher: PreTrainedModel | None  # of SkillTeacher, fixed
-    average: PreTrainedModel | None  # of SkillTeacher, moving with the policy
+    self_teacher: PreTrainedModel | None  # the initial policy
+    average: PreTrainedModel | None  # moving with the policy
 
     @property
     def advantage(self) -> str:
@@ -62,6 +67,8 @@ class Algorithm(Protocol):
 
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor: ...
 
+    def values_of(self, batch: TokenBatch, function: Callable[[TokenBatch, Sequence[int]], Tensor]) -> TokenRows: ...
+
     def policy_weights(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
@@ -74,6 +81,11 @@ class RolloutBatch:
     tokens: TokenBatch
     scores: LogprobBatch
 
+    def judged(self, transform: AdvantageTransform) -> Any:
+        """Return what ``judge`` of a transform of the algorithm has returned."""
+        place = next(i for i, other in enumerate(self.algorithm.advantage_transforms) if other is transform)
+        return self.scores.judged[place]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -83,6 +95,7 @@ class MicroBatch:
     outputs: PolicyOutputs  # with gradient
     old_logprobs: Tensor  # [B, T], the denominator of the ratio in the policy's loss
     weights: TokenWeights  # ``aggregation`` weights an auxiliary loss; ``product`` is for the policy's term
+    read: Tensor | None = None  # [N, K] float32 with gradient, what the transform's ``reading`` asked for
 
 
 class ConfigRepr:
@@ -103,6 +116,11 @@ def per_turn_prompts(data: Any) -> bool:
     """Return whether the data module's protocol renders a new prompt for every turn. Each turn is then a row of the
     batch."""
     return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
+
+
+def current(algorithm: Algorithm, coefficient: float | Schedule) -> float:
+    """Return a coefficient's value in the algorithm's current iteration."""
+    return coefficient(algorithm.trainer.global_step) if isinstance(coefficient, Schedule) else coefficient
 
 
 def validate_choice(name: str, value: Any, choices: Any) -> Any:
@@ -156,11 +174,10 @@ class AdvantageTransform(ConfigRepr):
         for name, (folder, dtype) in self.frozen_models(algorithm).items():
             setattr(algorithm, name, algorithm.load_frozen(folder, dtype))
 
-    def teacher_logprobs(
-        self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
-    ) -> Tensor | None:
-        """Return the teacher's log-probs [B, T] of the sampled tokens (``LogprobBatch.teacher_logprobs``), or None
-        without a teacher."""
+    def judge(self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch) -> RowTensors | None:
+        """Return what the transform's teacher says of the rollout batch, or None without a teacher: ``transform`` finds
+        it by ``RolloutBatch.judged``. A field ``logprobs`` [B, T] (of the sampled tokens) is shown on trajectory
+        pages. Every rank calls."""
         return None
 
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
@@ -171,6 +188,11 @@ class AdvantageTransform(ConfigRepr):
         """Return the advantages [B, T] to learn from, and the tensors (or None) that ``loss`` or trajectory pages
         read."""
         return advantages, None
+
+    def reading(self, algorithm: Algorithm, inputs: RowTensors | None) -> Reading | None:
+        """Return what ``loss`` needs of the policy's distribution beside the sampled tokens, for the micro-batch's rows
+        of what ``transform`` returned. It arrives as ``MicroBatch.read``, from the same forward pass."""
+        return None
 
     def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
         """Return a loss to add to the policy's loss, or None. It is a sum over the micro-batch's tokens times their

@@ -15,9 +15,9 @@ Source: SOD (arXiv 2605.07725, eq. 6 and 7; the paper calls a turn a step), docs
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,17 +26,18 @@ from torch import Tensor
 from common import ranks
 from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
 from lightning_modules.advantage_transforms.base import (
-    AdvantageTransform,
     Algorithm,
     ConfigRepr,
     RolloutBatch,
+    current,
     per_turn_prompts,
     validate_choice,
 )
-from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts, after_prompts
+from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
+from lightning_modules.advantage_transforms.teachers import SelfTeacher, TaughtTransform
 from lightning_modules.batch import RowTensors, TokenBatch
+from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.models.policy import DType
 from lightning_modules.models.remote_teacher import RemoteTeacher
 from rollout.trajectory_metrics import first_error
 
@@ -347,6 +348,12 @@ def check_rows(weights: Sequence[TurnWeighting], by_turn: bool) -> None:
         )
 
 
+def check_gates(weights: Sequence[TurnWeighting], algorithm: Algorithm) -> None:
+    """Raise ValueError if a weighting reads the group advantage, but the algorithm has none."""
+    if not algorithm.use_grpo and (gates := [weight for weight in weights if weight.reads_advantages]):
+        raise ValueError(f"{gates[0]} weighs by the group advantage, which use_grpo: false takes away")
+
+
 # ---------------------------------------------------------------------- the signal
 @dataclass(frozen=True, slots=True)
 class DistillationInputs(RowTensors):
@@ -356,27 +363,31 @@ class DistillationInputs(RowTensors):
     opd_advantages: Tensor  # what the distillation added to the advantages
 
 
-class Distillation(AdvantageTransform):
+class Distillation(TaughtTransform):
     """Adds a teacher's log-ratio of each sampled token to its advantage: ``A_t += coef w (T_t - S_t)``. S and T are the
     log-probs of student (before the update) and teacher.
 
     The signal is an advantage without gradient. Its policy gradient is that of the reverse KL; the gradient of the
     sampled log-ratio itself is 0 on average. The signal stays fixed during the optimiser steps of an iteration, and a
-    token gets only its own log-ratio, not those of later tokens.
+    token gets only its own log-ratio, not those of later tokens. ``DivergenceLoss`` sees more of the teacher's
+    distribution.
 
     Logged: ``train/divergence/turn<k>`` and ``train/weight/turn<k>`` (means over trajectories, k up to 8; ``last``: of
     trajectories with at least two turns), ``train/opd_log_ratio``, ``_std``, ``_min`` and ``_max`` (T - S over tokens),
     ``train/opd_advantage_abs``, ``train/opd_weight_capped`` (share of the turns after the first), ``train/opd_clamped``
-    (share of tokens).
+    (share of tokens), ``train/opd_coef`` (of a schedule). With a name they are ``train/NAME/...``.
 
     Args:
         teacher: folder of the frozen teacher; it must share the student's tokenizer.
         server: a teacher behind HTTP, instead of ``teacher``.
         prompts: the prompt that the teacher reads before each response; null for the student's prompt.
         weights: factors of w by turn; none for 1 (on-policy distillation, OPD).
-        coef: weight of the signal beside the outcome's advantage.
+        coef: weight of the signal beside the outcome's advantage: a number, or a ``Schedule``.
         adv_clamp: bound on |T - S| of a token in the advantage (5 to 20 are usual); the divergences of turns use the
             log-ratios without bound. Null for none.
+        self_teacher: the policy itself, instead of ``teacher``.
+        tasks: what the teacher judges, see ``TaughtTransform``; null for all tasks.
+        name: of several teachers, see ``TaughtTransform``.
     """
 
     learns = True
@@ -387,79 +398,58 @@ class Distillation(AdvantageTransform):
         server: RemoteTeacher | None = None,
         prompts: TeacherPrompts | None = None,
         weights: list[TurnWeighting] | None = None,
-        coef: PositiveFloat = 1.0,
+        coef: Coefficient = 1.0,
         adv_clamp: PositiveFloat | None = None,
+        self_teacher: SelfTeacher | None = None,
+        tasks: dict[str, list[str]] | None = None,
+        name: str | None = None,
     ) -> None:
-        if teacher is not None and server is not None:
-            raise ValueError(f"there are two teachers, '{teacher}' and {server}; name one of them")
-        if teacher is None and server is None:
-            raise ValueError("teacher and server are null; name a teacher to distil from")
-        self.teacher, self.server, self.prompts = teacher, server, prompts
+        super().__init__(teacher, server, self_teacher, prompts, tasks, name)
+        if is_zero(coef):
+            raise ValueError("coef is 0, so that the teacher has no effect; expected above 0, or no Distillation")
         self.weights, self.coef, self.adv_clamp = weights or [], coef, adv_clamp
 
     def check(self, algorithm: Algorithm) -> None:
-        if self.server is not None and algorithm.temperature != 1.0:
-            raise ValueError(f"temperature is {algorithm.temperature}, but a server's log-probs are those of 1.0")
-        if not algorithm.use_grpo and (gates := [w for w in self.weights if w.reads_advantages]):
-            raise ValueError(f"{gates[0]} weighs by the group advantage, which use_grpo: false takes away")
-        self.check_single(algorithm, Distillation, "distil from one teacher, and multiply its signal by weights")
-        algorithm.teacher_path = self.teacher
+        super().check(algorithm)
+        check_gates(self.weights, algorithm)
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse a data module whose turns cannot be compared, and a teacher server that is missing or reads other
-        token ids."""
+        """Refuse a data module whose turns cannot be compared, and what the base class refuses."""
         check_rows(self.weights, per_turn_prompts(data))
-        if self.server is not None:
-            budgets = getattr(getattr(data, "rollouts", None), "budgets", None)
-            with ranks.stop_together():
-                self.server.check(algorithm.policy_path, getattr(budgets, "max_length", None))
-        if self.prompts is not None:
-            self.prompts.check_data(algorithm, data)
-
-    def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
-        return {} if self.teacher is None else {"teacher": (self.teacher, algorithm.teacher_dtype)}
-
-    def teacher_logprobs(
-        self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch
-    ) -> Tensor | None:
-        prompts = None
-        if self.prompts is not None:
-            with ranks.stop_together():
-                prompts = self.prompts(algorithm, trajectories)
-        if self.server is not None:
-            with ranks.stop_together():
-                return after_prompts(self.server.score, prompts, trajectories, batch)
-        if algorithm.teacher is None:
-            raise RuntimeError("the teacher is not loaded; build_models comes first")
-        return after_prompts(partial(algorithm.logprobs_of, algorithm.teacher), prompts, trajectories, batch)
+        super().check_data(algorithm, data)
 
     def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
-        student, mask = batch.scores.require("old_logprobs"), batch.tokens.mask
-        teacher = batch.scores.require("teacher_logprobs")
-        weighted = weigh_turns(self.weights, batch.trajectories, batch.tokens, student, teacher, advantages)
+        judged = batch.judged(self)
+        tokens = dataclasses.replace(batch.tokens, mask=batch.tokens.mask * judged.rows_judged[:, None])
+        student, teacher, mask = batch.scores.require("old_logprobs"), judged.logprobs, tokens.mask
+        weighted = weigh_turns(self.weights, batch.trajectories, tokens, student, teacher, advantages)
         log_ratio = (teacher - student) * mask
         signal = log_ratio if self.adv_clamp is None else log_ratio.clamp(-self.adv_clamp, self.adv_clamp)
-        opd = self.coef * weighted.weights_BT * signal
+        coef = current(batch.algorithm, self.coef)
+        opd = coef * weighted.weights_BT * signal
+        if not isinstance(self.coef, float | int):
+            batch.algorithm.metrics.maximum(self.metric("opd_coef"), coef)
         self._log(batch.algorithm.metrics, weighted, log_ratio, opd, mask)
         return advantages + opd, DistillationInputs(weighted.weights_BT, opd)
 
     def _log(self, metrics: StepMetrics, weighted: WeightedTurns, log_ratio: Tensor, opd: Tensor, mask: Tensor) -> None:
         mean, tokens, weights = metrics.mean, weighted.divergences.tokens, weighted.weights
-        mean("train/opd_log_ratio", log_ratio.sum(), mask.sum())
-        mean("train/opd_advantage_abs", opd.abs().sum(), mask.sum())
+        mean(self.metric("opd_log_ratio"), log_ratio.sum(), mask.sum())
+        mean(self.metric("opd_advantage_abs"), opd.abs().sum(), mask.sum())
         sampled = log_ratio[mask > 0]
-        metrics.deviation("train/opd_log_ratio_std", sampled)
+        metrics.deviation(self.metric("opd_log_ratio_std"), sampled)
         if sampled.numel():
-            metrics.minimum("train/opd_log_ratio_min", sampled.min())
-            metrics.maximum("train/opd_log_ratio_max", sampled.max())
+            metrics.minimum(self.metric("opd_log_ratio_min"), sampled.min())
+            metrics.maximum(self.metric("opd_log_ratio_max"), sampled.max())
         if self.adv_clamp is not None:
-            mean("train/opd_clamped", (log_ratio.abs() > self.adv_clamp).sum(), mask.sum())
+            mean(self.metric("opd_clamped"), (log_ratio.abs() > self.adv_clamp).sum(), mask.sum())
         for weight, factor in zip(self.weights, weighted.factors, strict=True):
             if isinstance(weight, DivergenceRatio) and weight.delta is not None:
                 later = tokens[:, 1:] > 0  # the first turn always weighs 1
-                mean("train/opd_weight_capped", ((factor[:, 1:] >= 1 + weight.delta) & later).sum(), later.sum())
+                capped = ((factor[:, 1:] >= 1 + weight.delta) & later).sum()
+                mean(self.metric("opd_weight_capped"), capped, later.sum())
         for name, values in (("divergence", weighted.divergences.absolute), ("weight", weights)):
             for k in range(min(values.shape[1], SHOWN_TURNS)):
-                mean(f"train/{name}/turn{k + 1}", values[:, k].sum(), (tokens[:, k] > 0).sum())
+                mean(self.metric(f"{name}/turn{k + 1}"), values[:, k].sum(), (tokens[:, k] > 0).sum())
             several = (tokens > 0).sum(1) > 1
-            mean(f"train/{name}/last", (last_turn(values, tokens)[0] * several).sum(), several.sum())
+            mean(self.metric(f"{name}/last"), (last_turn(values, tokens)[0] * several).sum(), several.sum())

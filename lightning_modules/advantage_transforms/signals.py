@@ -26,9 +26,11 @@ from lightning_modules.advantage_transforms.distillation import (
     divergence_ratios,
     turns_after_error,
 )
+from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.skill_signals import GatedSkills, SkillImportanceKL, SkillShares
 from lightning_modules.advantage_transforms.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.maths.advantages import rlsd_advantages, shared_token_advantages, whiten
+from lightning_modules.maths.divergences import make_divergence
 from lightning_modules.maths.gates import gate
 from lightning_modules.maths.self_distillation import divergence_weights, skill_sd_loss
 from lightning_modules.maths.turn_advantages import gigpo_advantages, turn_advantages
@@ -54,6 +56,7 @@ BY_TURN = {
 }
 BY_TOKEN = {
     "log-ratio": Signal("A += coef w (T - S)", Distillation, Distillation.transform),
+    "divergence": Signal("loss coef w D(T, S), of top-k or all tokens", DivergenceLoss, make_divergence),
     "shared tokens": Signal("A = mean A of the branches that share it", HardAttribution, shared_token_advantages),
     "entropy": Signal("A *= 1 + weight z, z = whitened entropy", EntropyScaling, whiten),
     "skill shares": Signal("A *= 1 - lam + lam clip(exp(sign(A) (T - S)))", SkillShares, rlsd_advantages),

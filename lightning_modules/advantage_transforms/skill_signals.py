@@ -15,7 +15,7 @@ from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, Sk
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
 from lightning_modules.maths.gates import GateKind, gate, gate_mean, gate_metrics, token_gap
-from lightning_modules.maths.schedules import linear_decay
+from lightning_modules.maths.schedules import Schedule
 from lightning_modules.maths.self_distillation import (
     FORWARD_KL_CAP,
     SampledDivergence,
@@ -200,7 +200,7 @@ class SkillShares(SkillTeacher):
 
     def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
         iteration = batch.algorithm.trainer.global_step + 1  # the released trainer counts from 1
-        share = linear_decay(self.skills_coef, self.decay_iterations, iteration)
+        share = Schedule(self.skills_coef, 0.0, self.decay_iterations)(iteration)
         gap = token_gap(batch.scores.require("old_logprobs"), inputs.skill_teacher_logprobs)
         batch.algorithm.metrics.maximum("train/rlsd_share", share)
         return rlsd_advantages(advantages, gap, share, self.rlsd_clip), inputs

@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from common import ranks
 from common.ranges import NonNegativeFloat, OpenUnitInterval
-from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
+from lightning_modules.advantage_transforms.teachers import SelfTeacher, TeacherWeights, averaging
 from lightning_modules.advantage_transforms.turns import turn_numbers
 from lightning_modules.batch import RowTensors
-from lightning_modules.models.policy import DType, load_frozen_lm
+from lightning_modules.models.policy import DType
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
 from rollout.protocols.text_protocol import control_tokens
 from rollout.skills.injection import Injection, Skills
@@ -26,11 +25,7 @@ from rollout.skills.render import token_counter
 from rollout.trajectory import Task, Trajectory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rollout.skills.render import CountTokens
-
-TeacherWeights = Literal["current", "ema", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,7 @@ class SkillTeacher(AdvantageTransform):
         if skills is None and skills_coef > 0:
             raise ValueError("skills is null, but skills_coef is above 0; name skills, or set skills_coef to 0")
         self._skills, self.skills_coef = skills, skills_coef
-        self.teacher_weights: TeacherWeights = validate_choice("teacher_weights", teacher_weights, TeacherWeights)
-        self.ema_decay = ema_decay
+        self.self_teacher = SelfTeacher(teacher_weights, ema_decay)
         self._count: CountTokens | None = None
 
     @property
@@ -96,6 +90,7 @@ class SkillTeacher(AdvantageTransform):
     # ------------------------------------------------------------------ models
     def check(self, algorithm: Algorithm) -> None:
         self.check_single(algorithm, SkillTeacher, "take the signal of one self-teacher")
+        averaging(algorithm)
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse skills (advice texts) that are too long, tasks unknown to their retriever, and data modules without a
@@ -108,11 +103,7 @@ class SkillTeacher(AdvantageTransform):
                 f"{type(algorithm).__name__} renders the teacher's prompts with the rollout system's protocol, but "
                 f"{type(data).__name__} has no rollout system; train with a RolloutDataModule"
             )
-        if self.teacher_weights == "ema" and isinstance(algorithm.trainer.strategy, DeepSpeedStrategy):
-            raise ValueError(
-                "teacher_weights: ema keeps a whole float32 average, which DeepSpeed would cast to its own type and "
-                "leave out of its checkpoints; take current or fixed, or a strategy without DeepSpeed"
-            )
+        self.self_teacher.check_strategy(algorithm)
         self._count = token_counter(protocol.tokenizer)
         self.skills.check(self._count, control_tokens(protocol.tokenizer))
         self.skills.check_tasks(getattr(data, "training_questions", ()))
@@ -123,25 +114,11 @@ class SkillTeacher(AdvantageTransform):
             )
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
-        if self.learns and self.teacher_weights == "ema":
-            return {"average": (algorithm.policy_path, "float32")}
-        if self.learns and self.teacher_weights == "fixed" and algorithm.reference_path != algorithm.policy_path:
-            return {"self_teacher": (algorithm.policy_path, algorithm.teacher_dtype)}
-        return {}
+        return self.self_teacher.frozen_models(algorithm) if self.learns else {}
 
     def build(self, algorithm: Algorithm) -> None:
-        if "average" not in self.frozen_models(algorithm):
-            super().build(algorithm)
-        else:  # a whole copy: load_frozen would return an adapted policy's base
-            algorithm.average = load_frozen_lm(algorithm.policy_path, "float32", algorithm.attention)
-
-    def _model(self, algorithm: Algorithm) -> PreTrainedModel:
-        # The reference of the KL may be the initial policy; then one copy serves both.
-        fixed = algorithm.reference if algorithm.self_teacher is None else algorithm.self_teacher
-        found = {"current": algorithm.policy, "ema": algorithm.average, "fixed": fixed}[self.teacher_weights]
-        if found is None:
-            raise RuntimeError("the self-teacher is not loaded; build_models comes first")
-        return found
+        if self.learns:
+            self.self_teacher.build(algorithm)
 
     # ------------------------------------------------------------------ log-probs of the teacher
     def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, SkillInputs | None]:
@@ -150,7 +127,7 @@ class SkillTeacher(AdvantageTransform):
         algorithm, trajectories, tokens = batch.algorithm, batch.trajectories, batch.tokens
         with ranks.stop_together():
             injections, prompts = self._prompts(algorithm, trajectories)
-        score = partial(algorithm.logprobs_of, self._model(algorithm))
+        score = partial(algorithm.logprobs_of, self.self_teacher.model(algorithm))
         teacher = after_prompts(score, prompts, trajectories, tokens)
         longer = sum(len(ids) - len(t.prompt_ids) for ids, t in zip(prompts, trajectories, strict=True))
         algorithm.metrics.mean("train/skills_tokens", longer, len(trajectories))
@@ -225,10 +202,7 @@ class SkillTeacher(AdvantageTransform):
 
     # ------------------------------------------------------------------ moving average and checkpoints
     def after_update(self, algorithm: Algorithm) -> None:
-        if algorithm.average is not None:
-            with torch.no_grad():
-                for name, now in algorithm.policy_weights():  # merged under LoRA: factors cannot be averaged
-                    algorithm.average.get_parameter(name).lerp_(now.float(), 1.0 - self.ema_decay)
+        self.self_teacher.after_update(algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._skills is not None:

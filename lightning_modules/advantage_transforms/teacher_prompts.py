@@ -36,14 +36,81 @@ class TeacherPrompts(ConfigRepr):
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse a data module for which the teacher's prompts cannot be rendered."""
 
-    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int]]:
-        """Return the ids of the teacher's prompt for each trajectory."""
+    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int] | None]:
+        """Return the ids of the teacher's prompt for each trajectory, or None for one that it does not judge. The
+        trajectories are all rows of this rank's rollout batch, in whole groups. Every rank must call."""
         raise NotImplementedError
 
 
-class PrivilegedPrompts(TeacherPrompts):
-    """Adds the answer or a hint to the question that the teacher reads. The rollout system's protocol renders the
-    prompt.
+class RenderedPrompts(TeacherPrompts):
+    """Base of prompts with a text beside the question, which only the teacher reads. The rollout system's protocol
+    renders them.
+
+    Args:
+        template: the teacher's question: a text with {question} and the field of this class.
+    """
+
+    FIELD = "told"  # where the text goes in the template
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+        for name in ("question", self.FIELD):
+            if f"{{{name}}}" not in template:
+                raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {template!r}")
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        """Refuse per-turn prompts and data modules without a protocol."""
+        if per_turn_prompts(data):
+            raise ValueError(
+                f"every turn has its own prompt, which {type(self).__name__} does not render; take window: null, or "
+                "SDAR with signal: reverse_kl and gate: none, whose teacher reads skills"
+            )
+        protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
+        if protocol is None or getattr(data, "training_questions", None) is None:
+            raise ValueError(
+                f"{type(self).__name__} renders the teacher's prompts with the rollout system's protocol, but "
+                f"{type(data).__name__} has none; train with a RolloutDataModule that plays tasks by a protocol"
+            )
+
+    def texts(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[str | None]:
+        """Return what the teacher is told for each trajectory, or None for nothing: it does not judge that one."""
+        raise NotImplementedError
+
+    def filled(self, task: Task, text: str) -> Task:
+        """Return the task as the teacher reads it: its question, filled into the template with the text. If the task
+        has a prompt, its last user message is filled in, too."""
+
+        def fill(question: str) -> str:  # in one pass: braces in a question stay unchanged
+            values = {"question": question, self.FIELD: text}
+            return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), self.template)
+
+        messages = list(task.prompt)
+        users = [i for i, (role, _) in enumerate(messages) if role == "user"]
+        if users:
+            messages[users[-1]] = ("user", fill(messages[users[-1]][1]))
+        return dataclasses.replace(task, question=fill(task.question), prompt=tuple(messages))
+
+    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> list[Sequence[int] | None]:
+        protocol = algorithm.data.rollouts.protocol
+        prompts: dict[tuple[str, str], list[int]] = {}  # by group and text
+        read: list[Sequence[int] | None] = []
+        for t, text in zip(trajectories, self.texts(algorithm, trajectories), strict=True):
+            if text is None:
+                read.append(None)
+                continue
+            if (t.group, text) not in prompts:
+                if tuple(protocol.prompt_ids(t.task)) != t.prompt_ids:
+                    raise ValueError(
+                        f"task {t.task.id} was read by the policy otherwise than the protocol renders it (an "
+                        "environment that opens with an observation?); the teacher's prompt could not be made like it"
+                    )
+                prompts[t.group, text] = protocol.prompt_ids(self.filled(t.task, text))
+            read.append(prompts[t.group, text])
+        return read
+
+
+class PrivilegedPrompts(RenderedPrompts):
+    """Adds the answer or a hint to the question that the teacher reads.
 
     Args:
         privilege: addition to the prompt: answer (the task's first golden answer) or hint (``metadata["hint"]``).
@@ -52,51 +119,26 @@ class PrivilegedPrompts(TeacherPrompts):
 
     def __init__(self, privilege: Privilege = "answer", template: str | None = None) -> None:
         self.privilege: Privilege = validate_choice("privilege", privilege, Privilege)
-        self.template = TEMPLATES[privilege] if template is None else template
-        for name in ("question", privilege):
-            if f"{{{name}}}" not in self.template:
-                raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {self.template!r}")
+        self.FIELD = privilege
+        super().__init__(TEMPLATES[privilege] if template is None else template)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(privilege={self.privilege!r}, template={self.template!r})"
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse per-turn prompts, questions without an answer or hint, and prompts that cannot be rendered, such as a
         hint that quotes a control token."""
-        if per_turn_prompts(data):
-            raise ValueError(
-                "every turn has its own prompt, which OPSD does not render; take window: null, or SDAR with signal: "
-                "reverse_kl and gate: none, whose teacher reads skills"
-            )
-        protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
-        questions = getattr(data, "training_questions", None)
-        if protocol is None or questions is None:
-            raise ValueError(
-                f"OPSD renders the teacher's prompts with the rollout system's protocol, but {type(data).__name__} has "
-                "no rollout system; train with a RolloutDataModule"
-            )
-        for task in questions:
+        super().check_data(algorithm, data)
+        for task in data.training_questions:
             privileged = self.privileged(task)
             try:
-                protocol.prompt_ids(privileged)
+                data.rollouts.protocol.prompt_ids(privileged)
             except ValueError as error:
                 raise ValueError(f"task {task.id} of {task.data_source}, told the {self.privilege}: {error}") from error
 
     def privileged(self, task: Task) -> Task:
-        """Return the task as the teacher reads it: its question, filled into the template with the answer or hint. If
-        the task has a prompt, its last user message is filled in, too.
-
-        Raises:
-            ValueError: the task has no answer or hint.
-        """
-        text = self._answer_or_hint(task)
-
-        def fill(question: str) -> str:  # in one pass: braces in a question stay unchanged
-            values = {"question": question, self.privilege: text}
-            return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), self.template)
-
-        messages = list(task.prompt)
-        users = [i for i, (role, _) in enumerate(messages) if role == "user"]
-        if users:
-            messages[users[-1]] = ("user", fill(messages[users[-1]][1]))
-        return dataclasses.replace(task, question=fill(task.question), prompt=tuple(messages))
+        """Return the task as the teacher reads it. Raises ValueError if it has no answer or hint."""
+        return self.filled(task, self._answer_or_hint(task))
 
     def _answer_or_hint(self, task: Task) -> str:
         found: Any = task.metadata.get("hint") if self.privilege == "hint" else next(iter(task.golden_answers), None)
@@ -110,20 +152,13 @@ class PrivilegedPrompts(TeacherPrompts):
             )
         return found
 
-    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> list[list[int]]:
-        protocol = algorithm.data.rollouts.protocol
-        prompts: dict[str, list[int]] = {}  # by group: one question each
-        for t in trajectories:
-            if t.group in prompts:
-                continue
-            if tuple(protocol.prompt_ids(t.task)) != t.prompt_ids:
-                raise ValueError(
-                    f"task {t.task.id} was read by the policy otherwise than the protocol renders it (an environment "
-                    "that opens with an observation?); the teacher's prompt could not be made like it"
-                )
-            prompts[t.group] = protocol.prompt_ids(self.privileged(t.task))
-        read = [prompts[t.group] for t in trajectories]
-        check_lengths(algorithm, read, trajectories, f"the {self.privilege}", "the length of what the data tell")
+    def texts(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> list[str]:
+        return [self._answer_or_hint(t.task) for t in trajectories]
+
+    def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> list[Sequence[int] | None]:
+        read = super().__call__(algorithm, trajectories)
+        known = [ids for ids in read if ids is not None]
+        check_lengths(algorithm, known, trajectories, f"the {self.privilege}", "the length of what the data tell")
         return read
 
 
@@ -138,6 +173,11 @@ def after_prompts(
     return aligned(score(read), read, batch)
 
 
+def positions_of(algorithm: Algorithm) -> int | None:
+    """Return the number of positions of the policy, or None if its configuration does not say it."""
+    return getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
+
+
 def check_lengths(
     algorithm: Algorithm, prompts: Sequence[Sequence[int]], trajectories: Sequence[Trajectory], told: str, option: str
 ) -> None:
@@ -147,7 +187,7 @@ def check_lengths(
         told: the addition to the teacher's prompt, for the message.
         option: the option that bounds this addition.
     """
-    known = getattr(getattr(algorithm.policy, "config", None), "max_position_embeddings", None)
+    known = positions_of(algorithm)
     lengths = [len(p) + len(t.response_ids) for p, t in zip(prompts, trajectories, strict=True)]
     if known is not None and max(lengths, default=0) > known:
         worst = trajectories[lengths.index(max(lengths))]

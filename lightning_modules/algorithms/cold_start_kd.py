@@ -15,10 +15,9 @@ from lightning_modules.maths.divergences import (
     Divergence,
     DivergenceName,
     TAIDSchedule,
-    finite_log_softmax,
     forward_kl,
+    log_distributions,
     make_divergence,
-    shared_vocabulary,
     taid,
 )
 from lightning_modules.models.policy import (
@@ -177,10 +176,7 @@ def kd_columns(
 ) -> Tensor:
     """Return four values per token [n, 4]: cross-entropy, divergence, forward KL (for the log, no gradient) and
     accuracy."""
-    with torch.no_grad():
-        teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
-    student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
-    log_p, log_q = finite_log_softmax(student), finite_log_softmax(teacher)  # once, for the loss and for the log
+    log_p, log_q = log_distributions(logits, teacher_hidden, teacher_head, temperature)  # for the loss and the log
     distance = divergence(log_p, log_q, normalised=True)
     if divergence is forward_kl:
         kl = distance.detach()

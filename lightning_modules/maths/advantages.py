@@ -112,7 +112,7 @@ def rlsd_advantages(advantages_BT: Tensor, gap_BT: Tensor, lam: float, eps: floa
     Args:
         advantages_BT: A, of the trajectory or turn, 0 where the mask is 0.
         gap_BT: Delta = T - S with both at the weights before the update; may be anything where A is 0.
-        lam: from 0 to 1; see ``schedules.linear_decay``.
+        lam: from 0 to 1; see ``schedules.Schedule``.
         eps: half width of the clip, from 0 to 1.
 
     Raises:

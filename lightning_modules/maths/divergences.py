@@ -21,7 +21,9 @@ from torch import Tensor
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
 Divergence = Callable[..., Tensor]  # (student logits [N, V], teacher logits [N, V], normalised=False) -> [N]
 
+Rest = Literal["tail", "renormalised", "left_out"]
 LOGIT_FLOOR = -1e4
+LEAST_REST = 1e-7  # of probability, about float32's resolution below 1
 
 
 def shared_vocabulary(student_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +124,44 @@ def taid(student_NV: Tensor, teacher_NV: Tensor, t: float, normalised: bool = Fa
     # Log-probs instead of the logits z: what they differ by is the same for all tokens, and no softmax sees it.
     target = ((1.0 - t) * log_p.detach() + t * log_q.detach()).softmax(-1)
     return -(target * log_p).sum(-1)
+
+
+def with_rest(logprobs_NK: Tensor, rest: Rest) -> Tensor:
+    """Return a distribution over K given tokens from their log-probs under the whole one, as log-probs for a divergence
+    with ``normalised=True``.
+
+    ==============  =======  ==============================================================================
+    rest            returns  the other tokens
+    ==============  =======  ==============================================================================
+    tail            K + 1    are one further outcome (SDPO), of probability 1 - sum_k p_k, at least 1e-7
+    renormalised    K        do not exist: p_k / sum_k p_k (OPSD)
+    left_out        K        are left out of the divergence's sum, which may be negative (verl's forward_kl_topk)
+    ==============  =======  ==============================================================================
+
+    With ``tail`` the divergence is at most that of the whole distributions (data processing inequality).
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if rest == "left_out":
+        return logprobs_NK
+    total = logprobs_NK.logsumexp(-1, keepdim=True)
+    if rest == "renormalised":
+        return logprobs_NK - total
+    if rest == "tail":
+        return torch.cat([logprobs_NK, torch.log(-torch.expm1(total.clamp(max=-LEAST_REST)))], dim=-1)
+    raise ValueError(f"rest is {rest!r}; expected tail, renormalised or left_out")
+
+
+def log_distributions(
+    logits: Tensor, teacher_hidden: Tensor, teacher_head: torch.nn.Linear, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-distributions [n, V] of student and teacher (no gradient), from the student's logits and the
+    teacher's last hidden states, over the smaller vocabulary."""
+    with torch.no_grad():
+        teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
+    student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
+    return finite_log_softmax(student), finite_log_softmax(teacher)
 
 
 def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0.1) -> Divergence:

@@ -4,9 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
+from common.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 ScheduleName = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A coefficient that changes from ``start`` to ``end`` with the iteration. It depends on the iteration only, so a
+    resumed run goes on with the same values::
+
+        coef: {start: 1.0, end: 0.0, iterations: 50}
+
+    Args:
+        start: value of the first iterations, up to number ``after``.
+        end: value from iteration ``after + iterations`` on.
+        iterations: from the start value to the end value.
+        after: iterations with the start value (0: the first iteration has it).
+        shape: linear, or cosine (half a wave: slow at both ends).
+    """
+
+    start: NonNegativeFloat
+    end: NonNegativeFloat
+    iterations: PositiveInt
+    after: NonNegativeInt = 0
+    shape: Literal["linear", "cosine"] = "linear"
+
+    def __call__(self, iteration: int) -> float:
+        """Return the value of an iteration (0, 1, ...)."""
+        done = min(1.0, max(0.0, (iteration - self.after) / self.iterations))
+        if self.shape == "cosine":
+            done = 0.5 * (1.0 - math.cos(math.pi * done))
+        return self.start + (self.end - self.start) * done
+
+
+Coefficient = NonNegativeFloat | Schedule  # of an option: a number, or a schedule
+
+
+def value_at(coefficient: float | Schedule, iteration: int) -> float:
+    """Return a coefficient's value in an iteration (0, 1, ...)."""
+    return coefficient(iteration) if isinstance(coefficient, Schedule) else coefficient
+
+
+def is_zero(coefficient: float | Schedule) -> bool:
+    """Return whether a coefficient is 0 in every iteration."""
+    return coefficient == 0 if not isinstance(coefficient, Schedule) else coefficient.start == coefficient.end == 0
 
 
 def warmup_constant(warmup_steps: int) -> Callable[[int], float]:
@@ -40,15 +85,3 @@ def make_schedule(name: ScheduleName, warmup_steps: int, total_steps: int) -> Ca
             raise ValueError("a cosine schedule needs to know its end: set trainer.max_steps or trainer.max_epochs")
         return warmup_cosine(warmup_steps, total_steps)
     raise ValueError(f"unknown schedule '{name}'; expected constant or cosine")
-
-
-def linear_decay(start: float, steps: int, step: int) -> float:
-    """Return a coefficient that falls linearly from ``start`` at ``step`` 0 to 0 at ``steps``, then stays 0. RLSD's
-    lam: 0.5, 100 steps, from step 1.
-
-    Raises:
-        ValueError: fewer than one step.
-    """
-    if steps < 1:
-        raise ValueError(f"decay over {steps} steps; expected 1 or more")
-    return start * min(1.0, max(0.0, 1.0 - step / steps))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_modules.batch import TokenBatch
 from lightning_modules.models import packing
 from lightning_modules.models.precision import keep_rotary_exact
-from lightning_modules.models.projection import LOGITS_CHUNK, LMHead, TokenStatistics
+from lightning_modules.models.projection import LOGITS_CHUNK, LMHead, Reading, TokenStatistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +38,7 @@ class TokenStats:
 
     logprobs: Tensor  # [B, T] float32
     entropy: Tensor  # [B, T] float32, nats
+    read: tuple[Tensor | None, ...] = ()  # [N, K] float32 for each ``Reading``
 
 
 class _Zero3Config:
@@ -308,10 +309,25 @@ def token_logprobs(
     chunk: int = LOGITS_CHUNK,
     temperature: float = 1.0,
     mask: Tensor | None = None,
+    readings: Sequence[Reading | None] = (),
 ) -> TokenStats:
     """Return log-probs and entropies of the policy's own tokens (or of ``mask``), see ``token_columns``.
-    ``temperature`` divides the logits, as in the sampler."""
-    return TokenStats(*token_columns(model, batch, TokenStatistics(temperature, entropy=True), chunk, mask))
+    ``temperature`` divides the logits, as in the sampler. Log-probs of further tokens come from the same logits."""
+    mask = batch.mask if mask is None else mask
+    at = positions(mask)
+    hidden, head = hidden_before(model, batch, at), output_head(model)
+    ids = [reading.ids for reading in readings if reading is not None and reading.ids is not None]
+    targets = batch.input_ids[at] if not ids else torch.cat([batch.input_ids[at][:, None], *ids], dim=1)
+    found = head(hidden, function=TokenStatistics(temperature, entropy=True), rows=(targets,), chunk=chunk)
+    sizes = [1, *(one.shape[1] for one in ids), 1]
+    logprobs, *others, entropy = found.split(sizes, dim=1)
+    read: list[Tensor | None] = []
+    for reading in readings:
+        if reading is None or reading.function is None:
+            read.append(None if reading is None else others.pop(0))
+        else:
+            read.append(head(hidden, reading.function, reading.rows, chunk, reading.context))
+    return TokenStats(scatter(logprobs[:, 0], at, mask), scatter(entropy[:, 0], at, mask), tuple(read))
 
 
 def partitioned(parameters: Iterable[nn.Parameter]) -> bool:

@@ -24,6 +24,18 @@ from torch import Tensor, nn
 ChunkFunction = Callable[..., Tensor]  # (logits [n, V], *rows [n, ...]) -> [n, K] float32
 Context = Callable[[], AbstractContextManager[Any]]
 
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a loss reads of the policy's distribution at each of its own tokens, in the same forward pass: log-probs of
+    given tokens [N, K], or the columns [N, K] of a function of the logits. With gradient."""
+
+    ids: Tensor | None = None  # [N, K] int64, in the order of ``policy.positions``
+    function: ChunkFunction | None = None  # instead of ids, see ``LMHead``
+    rows: tuple[Tensor, ...] = ()
+    context: Context | None = None
+
+
 LOGITS_CHUNK = 2048  # tokens whose logits exist at once, by default: 1.2 GB in float32 at a vocabulary of 151,936
 FUNCTION_ROWS = 256  # rows per call of a function; a divergence holds some 10 times their logits
 # Elements per block of the statistics, by device: on a CPU rows that fit its cache, elsewhere enough to keep the device
@@ -34,12 +46,14 @@ LARGE_BLOCK = 2**24
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """Computes statistics of target tokens from logits: log-prob, entropy (both in nats), and whether the target is the
-    likeliest token. The distribution is softmax(logits / temperature).
+    """Computes statistics of target tokens from logits: log-probs, entropy (both in nats), and whether the first target
+    is the likeliest token. The distribution is softmax(logits / temperature).
 
-    Returns [n, 1 to 3] in float32 (float64 for float64). The last column has no gradient.
+    Returns [n, M + 0 to 2] in float32 (float64 for float64), for targets [n] (M = 1) or [n, M]. Accuracy, the last
+    column, has no gradient.
 
-    Differentiated by hand, in place; of the entropy only where something depends on it.
+    Differentiated by hand, in place; of the entropy only where something depends on it. More targets of a token take no
+    further matrix of logits.
 
     Args:
         temperature: divides the logits.
@@ -55,7 +69,9 @@ class TokenStatistics:
         """Return the statistics of each token [n, K], and a shift [n, 1] for ``gradient_``. The log-probs are (logits -
         shift) / temperature."""
         exact = torch.promote_types(logits.dtype, torch.float32)
-        found = logits.new_empty((len(logits), 1 + self.entropy + self.accuracy), dtype=exact)
+        targets = _by_token(targets)
+        m = targets.shape[1]
+        found = logits.new_empty((len(logits), m + self.entropy + self.accuracy), dtype=exact)
         shift = logits.new_empty((len(logits), 1), dtype=exact)
         rows = _block_rows(logits)
         moved, powers = logits.new_empty((2, rows, logits.shape[-1]), dtype=exact)
@@ -68,33 +84,37 @@ class TokenStatistics:
                 a.div_(self.temperature)
             torch.exp(a, out=b)
             total = b.sum(-1)
-            chosen, norm = a.gather(-1, targets[s, None])[:, 0], total.log()
+            chosen, norm = a.gather(-1, targets[s]), total.log()
             shift[s] = top + self.temperature * norm[:, None]
-            found[s, 0] = chosen - norm
+            found[s, :m] = chosen - norm[:, None]
             if self.entropy:
                 # A sum is faster on CUDA. On CPU the product keeps the rounding of earlier runs.
                 mean = a.mul_(b).sum(-1) if a.is_cuda else (b[:, None] @ a[:, :, None])[:, 0, 0]
-                found[s, 1] = norm - mean / total
+                found[s, m] = norm - mean / total
             if self.accuracy:
-                found[s, -1] = (chosen >= 0).to(exact)
+                found[s, -1] = (chosen[:, 0] >= 0).to(exact)
         return found, shift
 
     def gradient_(self, logits: Tensor, found: Tensor, shift: Tensor, grad: Tensor, targets: Tensor) -> Tensor:
         """Overwrite the logits by their gradient, divided by a factor per row, and return the factors [n, 1].
 
-        Values of about 1 lose nothing in half precision. With p = softmax, entropy H, and
-        gradients a of the log-prob and b of H::
+        Values of about 1 lose nothing in half precision. With p = softmax, entropy H, and gradients a_m of the log-prob
+        of target m and b of H::
 
-            d/dz = -[p (a + b (log p + H)) - a onehot] / temperature
+            d/dz = -[p (sum_m a_m + b (log p + H)) - sum_m a_m onehot_m] / temperature
         """
-        exact, rows = shift.dtype, _block_rows(logits)
-        scale = grad[:, :1]
-        a, b = torch.ones_like(scale), grad[:, 1:2] if self.entropy else None
-        if b is not None and b.any():  # else the entropy is absent or only logged
-            scale = torch.maximum(scale.abs(), b.abs()).clamp(min=torch.finfo(exact).tiny)
-            a, b = grad[:, :1] / scale, b / scale
-        else:
+        exact, rows, targets = shift.dtype, _block_rows(logits), _by_token(targets)
+        m = targets.shape[1]
+        scale, b = grad[:, :1], grad[:, m : m + 1] if self.entropy else None
+        if b is not None and not b.any():  # the entropy is absent or only logged
             b = None
+        if m == 1 and b is None:
+            a = total = torch.ones_like(scale)
+        else:
+            largest = grad[:, :m].abs().amax(-1, keepdim=True)
+            scale = (largest if b is None else torch.maximum(largest, b.abs())).clamp(min=torch.finfo(exact).tiny)
+            a, b = grad[:, :m] / scale, None if b is None else b / scale
+            total = a.sum(-1, keepdim=True)
         powers = None if b is None else logits.new_empty((rows, logits.shape[-1]), dtype=exact)
         for s in _slices(len(logits), rows):
             z = logits[s]
@@ -103,13 +123,39 @@ class TokenStatistics:
                 z.div_(self.temperature)
             if b is None or powers is None:
                 z.exp_()
+                if m > 1:
+                    z.mul_(total[s])
             else:
                 p = torch.exp(z, out=powers[: len(z)])
-                torch.addcmul(a[s] + b[s] * found[s, 1:2], z, b[s], out=z).mul_(p)
-            z.scatter_add_(-1, targets[s, None], -a[s])
+                torch.addcmul(total[s] + b[s] * found[s, m : m + 1], z, b[s], out=z).mul_(p)
+            z.scatter_add_(-1, targets[s], -a[s])
             if z.dtype != logits.dtype:
                 logits[s] = z
         return scale / -self.temperature
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """Computes the k likeliest tokens from logits, without gradient. The distribution is softmax(logits / temperature)
+    of the first ``vocabulary`` tokens.
+
+    A call returns [n, 1 + 2 k] float32: the log-prob of the target, the log-probs of the k tokens, and their ids (exact
+    below 2^24).
+
+    Args:
+        k: number of tokens, at most ``vocabulary``.
+        vocabulary: number of tokens that count; those beyond it are padding.
+        temperature: divides the logits.
+    """
+
+    k: int
+    vocabulary: int
+    temperature: float = 1.0
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logprobs = (logits[:, : self.vocabulary].float() / self.temperature).log_softmax(-1)
+        top, ids = logprobs.topk(self.k, sorted=True)
+        return torch.cat([logprobs.gather(-1, targets[:, None]), top, ids.to(top.dtype)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +238,11 @@ class _ChunkedProjection(torch.autograd.Function):
             _as(grad_bias, bias),
         )
         return (*grads, None, None, None, None, *(None for _ in rows))
+
+
+def _by_token(targets: Tensor) -> Tensor:
+    """Return the targets as [n, M]."""
+    return targets[:, None] if targets.dim() == 1 else targets
 
 
 def _buffer(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:

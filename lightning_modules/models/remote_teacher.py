@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from lightning_modules.batch import TokenBatch, micro_batches
+from lightning_modules.batch import TokenBatch, TokenRows, micro_batches
 from lightning_modules.models.policy import embedding_rows
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
@@ -83,7 +83,15 @@ class RemoteTeacher:
             InfrastructureError: no server answered in ``patience_s``, one refused the request (a trajectory longer than
                 it takes, an id that it does not know), or left out a position; with what it said.
         """
-        out = torch.zeros(batch.mask.shape)
+        logprobs, _, _ = self.score_top(batch, 0)
+        return logprobs.column(0, batch.mask)
+
+    def score_top(self, batch: TokenBatch, k: int) -> tuple[TokenRows, TokenRows, TokenRows]:
+        """Return the teacher's log-probs of the sampled tokens [n, 1] float32, and its k likeliest tokens at each of
+        these positions: ids [n, k] int32, log-probs [n, k] float32. See ``score``.
+
+        The servers need ``--max-logprobs`` of at least k (vLLM's default is 20).
+        """
         wanted = [row.nonzero()[:, 0].tolist() for row in batch.mask.cpu()]
         ids = [
             row[: columns[-1] + 1] if columns else []
@@ -92,30 +100,38 @@ class RemoteTeacher:
         lengths = [len(row) for row in ids]
         asked = [row for row, length in enumerate(lengths) if length]
         groups = micro_batches(lengths, asked, self.max_tokens_per_request, packed=True)
-        answers = asyncio.run(self._run_all(self._ask(g, ids, wanted) for g in groups)) if groups else []
-        for group, rows in zip(groups, answers, strict=True):
-            for row, values in zip(group, rows, strict=True):
-                out[row, wanted[row]] = torch.tensor(values)
-        if bounded := int((out == LEAST_LOGPROB).sum()):
+        answers = asyncio.run(self._run_all(self._ask(g, ids, wanted, k) for g in groups)) if groups else []
+        said = {
+            row: values for g, rows in zip(groups, answers, strict=True) for row, values in zip(g, rows, strict=True)
+        }
+        device, columns = batch.mask.device, 1 + 2 * k
+        none = torch.empty((0, columns), dtype=torch.float64)
+        rows = tuple(torch.tensor(said[row], dtype=torch.float64) if row in said else none for row in range(len(ids)))
+        found = TokenRows(
+            tuple(row.to(device) for row in rows), none.to(device)
+        )  # float64: exact for ids and log-probs
+        sampled = found.columns(0, 1, torch.float32)
+        if bounded := int((sampled.joined == LEAST_LOGPROB).sum()):
             logger.warning("%s: %d tokens are impossible to it, counted as log-prob %g", self, bounded, LEAST_LOGPROB)
-        return out.to(batch.mask.device)
+        return sampled, found.columns(1, 1 + k, torch.int32), found.columns(1 + k, None, torch.float32)
 
     async def _ask(
-        self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """Request the teacher's log-probs at the wanted positions of the rows in ``group``. Returns a list per row."""
+        self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], k: int
+    ) -> list[list[list[float]]]:
+        """Request the teacher's log-probs at the wanted positions of the rows in ``group``. Returns for each row and
+        position the log-prob of its token, the ids of the k likeliest and their log-probs."""
         prompts = [ids[row] for row in group]
-        answer, url = await self._servers.post(self._request(prompts), self.patience_s)
+        answer, url = await self._servers.post(self._request(prompts, k), self.patience_s)
         choices = _choices(answer.body, len(prompts))
         if choices is None:
             raise InfrastructureError(f"{url}: expected {len(prompts)} choices; found {answer.excerpt}")
         return [
-            [_logprob(choice, prompt, position, url) for position in wanted[row]]
+            [[_logprob(choice, prompt, position, url), *_top(choice, position, k, url)] for position in wanted[row]]
             for row, prompt, choice in zip(group, prompts, choices, strict=True)
         ]
 
-    def _request(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    def _request(self, prompts: Sequence[Sequence[int]], k: int = 0) -> dict[str, Any]:
+        return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
 
     async def _run_all(self, requests: Any) -> list[Any]:
         """Run all requests concurrently (at most ``concurrency`` in flight), in their own event loop, and return their
@@ -130,7 +146,7 @@ class RemoteTeacher:
             await self._servers.close()
 
     # ------------------------------------------------------------------ before a training
-    def check(self, student: str, longest: int | None = None) -> None:
+    def check(self, student: str, longest: int | None = None, k: int = 0) -> None:
         """Check every teacher server before the training; a failure ends the start at once.
 
         The server must return log-probs, read text like the student's tokenizer, and accept the longest trajectory and
@@ -139,6 +155,7 @@ class RemoteTeacher:
         Args:
             student: Hugging Face folder with the student's tokenizer.
             longest: tokens that a prompt and its response may have together, where that is known.
+            k: number of likeliest tokens that will be asked for.
 
         Raises:
             InfrastructureError: a server cannot be reached, does not know the model, or gives no prompt log-probs.
@@ -152,9 +169,11 @@ class RemoteTeacher:
         spread = vocabulary[:: max(len(vocabulary) // PROBE_TOKENS, 1)]
         text = tokenizer.decode(spread) + "".join(tokenizer.all_special_tokens)
         expected = tokenizer.encode(text, add_special_tokens=False)
-        asyncio.run(self._run_all(self._check_one(url, text, expected, student, longest) for url in self.urls))
+        asyncio.run(self._run_all(self._check_one(url, text, expected, student, longest, k) for url in self.urls))
 
-    async def _check_one(self, url: str, text: str, expected: list[int], student: str, longest: int | None) -> None:
+    async def _check_one(
+        self, url: str, text: str, expected: list[int], student: str, longest: int | None, k: int
+    ) -> None:
         rows = embedding_rows(student)
         probe = expected[:4] if rows is None else [*expected[:4], rows - 1]  # the last id that the student may sample
         answer = await self._servers.post_once(url, self._request([probe]))
@@ -172,6 +191,15 @@ class RemoteTeacher:
             raise InfrastructureError(f"{url}: expected log-probs of a prompt; found {found}")
         for position in range(1, len(probe)):
             _logprob(choices[0], probe, position, url)
+        if k:
+            answer = await self._servers.post_once(url, self._request([probe], k))
+            choices = _choices(answer.body, 1) if answer.status == 200 else None
+            if choices is None:
+                raise ValueError(
+                    f"the teacher at {url} does not return its {k} likeliest tokens ({answer.status}: "
+                    f"{answer.excerpt}); start it with --max-logprobs {k} or more, or lower top_k"
+                )
+            _top(choices[0], 1, k, url)
         address = url.removesuffix("/completions").removesuffix("/v1") + "/tokenize"
         request = {"model": self.model, "prompt": text, "add_special_tokens": False}
         answer = await self._servers.post_once(address, request)
@@ -232,3 +260,16 @@ def _logprob(choice: dict[str, Any], prompt: Sequence[int], position: int, url: 
             f"found {found}"
         )
     return max(float(value), LEAST_LOGPROB)
+
+
+def _top(choice: dict[str, Any], position: int, k: int, url: str) -> list[float]:
+    """Return the k likeliest tokens at a position and their log-probs, from one choice of a server's answer. Raises
+    InfrastructureError if there are fewer."""
+    if k == 0:
+        return []
+    entries = choice["prompt_logprobs"][position]  # the k likeliest, and the prompt's token
+    ranked = sorted(((int(token), entry) for token, entry in entries.items()), key=lambda pair: pair[1]["rank"])[:k]
+    if len(ranked) < k:
+        raise InfrastructureError(f"{url}: expected {k} tokens at position {position}; found {len(ranked)}")
+    values = [float(entry["logprob"]) for _, entry in ranked]
+    return [*(float(token) for token, _ in ranked), *(max(v, LEAST_LOGPROB) for v in values)]

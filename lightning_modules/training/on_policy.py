@@ -35,9 +35,11 @@ from lightning_modules.batch import (
     PolicyOutputs,
     RowTensors,
     TokenBatch,
+    TokenRows,
     collate,
     plan,
     score,
+    score_tokens,
     tensors_BT,
 )
 from lightning_modules.maths.correction import Correction, Level, MaskRatio
@@ -56,7 +58,7 @@ from lightning_modules.models.policy import (
     token_columns,
     token_logprobs,
 )
-from lightning_modules.models.projection import LOGITS_CHUNK, TokenStatistics
+from lightning_modules.models.projection import LOGITS_CHUNK, Reading, TokenStatistics
 from lightning_modules.training import optimisation
 from lightning_modules.training.policy_module import PolicyModule
 from lightning_modules.training.rollout_metrics import log_mismatch, log_rollout
@@ -152,9 +154,9 @@ class OnPolicyModule(PolicyModule):
         # Models of advantage transforms, built in build_models.
         self.teacher_path: str | None = None
         self.teacher_dtype: DType = reference_dtype
-        self.teacher: PreTrainedModel | None = None  # of Distillation
-        self.self_teacher: PreTrainedModel | None = None  # of SkillTeacher, fixed
-        self.average: PreTrainedModel | None = None  # of SkillTeacher, moving with the policy
+        self.teacher: PreTrainedModel | None = None
+        self.self_teacher: PreTrainedModel | None = None  # the initial policy
+        self.average: PreTrainedModel | None = None  # moving with the policy
         self.temperature = temperature
         self.max_tokens_per_micro_batch, self.logits_chunk = max_tokens_per_micro_batch, logits_chunk
         self.lr, self.warmup_steps = lr, warmup_steps
@@ -336,29 +338,36 @@ class OnPolicyModule(PolicyModule):
         old = entropy = None
         if self.reads_old_logprobs:
             old, entropy = self._scored(batch, policy_stats, leading=(2,))
-        teacher = self.teacher_logprobs(trajectories, batch)
+        judged = tuple(transform.judge(self, trajectories, batch) for transform in self.advantage_transforms)
+        said = (getattr(one, "logprobs", None) for one in judged)
+        teacher = next((logprobs for logprobs in said if logprobs is not None), None)
         reference = None if self.reference is None else self.logprobs_of(self.reference, batch)
         values = self._scored(batch, self.critic) if self.critic is not None else None
-        return LogprobBatch(old, teacher, reference, values, entropy)
-
-    def teacher_logprobs(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
-        """Return a distillation teacher's log-probs [B, T] of the sampled tokens, or None without one. Every rank must
-        call."""
-        found = (transform.teacher_logprobs(self, trajectories, batch) for transform in self.advantage_transforms)
-        return next((logprobs for logprobs in found if logprobs is not None), None)
+        return LogprobBatch(old, teacher, reference, values, entropy, judged)
 
     def logprobs_of(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         """Return the log-probs [B, T] of the sampled tokens under any model, without gradient. Every rank must call."""
         statistics = TokenStatistics(self.temperature)
         return self._scored(batch, lambda micro: token_columns(model, micro, statistics, self.logits_chunk)[0])
 
+    def values_of(self, batch: TokenBatch, function: Callable[[TokenBatch, Sequence[int]], Tensor]) -> TokenRows:
+        """Apply a function to micro-batches without gradient, see ``score_tokens``. Every rank must call."""
+        return score_tokens(batch, function, self.max_tokens_per_micro_batch, self.packing)
+
     def _scored(
         self, batch: TokenBatch, function: Callable[[TokenBatch], Tensor], leading: tuple[int, ...] = ()
     ) -> Tensor:
         return score(batch, function, self.max_tokens_per_micro_batch, leading, self.packing)
 
-    def _token_stats(self, model: PreTrainedModel, micro: TokenBatch) -> TokenStats:
-        return token_logprobs(model, micro, self.logits_chunk, self.temperature)
+    def _token_stats(
+        self, model: PreTrainedModel, micro: TokenBatch, readings: Sequence[Reading | None] = ()
+    ) -> TokenStats:
+        return token_logprobs(model, micro, self.logits_chunk, self.temperature, readings=readings)
+
+    def _readings(self, inputs: Any) -> tuple[Reading | None, ...]:
+        """Return what the losses of advantage transforms read, for a micro-batch's rows of the inputs of ``loss``."""
+        kept = getattr(inputs, "transforms", ())
+        return tuple(t.reading(self, own) for t, own in zip(self.advantage_transforms, kept, strict=False))
 
     # ------------------------------------------------------------------ one iteration
     def token_weights(self, batch: TokenBatch, scores: LogprobBatch) -> TokenWeights:
@@ -388,8 +397,9 @@ class OnPolicyModule(PolicyModule):
 
     def add_losses(self, policy: Tensor, micro: MicroBatch, kept: Sequence[RowTensors | None]) -> Tensor:
         """Return the policy's loss plus the losses of all advantage transforms."""
-        for transform, own in zip(self.advantage_transforms, kept, strict=True):
-            added = transform.loss(micro, own)
+        read = micro.outputs.read or (None,) * len(kept)
+        for transform, own, found in zip(self.advantage_transforms, kept, read, strict=True):
+            added = transform.loss(dataclasses.replace(micro, read=found), own)
             policy = policy if added is None else policy + added
         return policy
 
@@ -421,6 +431,7 @@ class OnPolicyModule(PolicyModule):
         self.update(batch, inputs, weights, positions)
         if scores.old_logprobs is None:
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
+        scores = dataclasses.replace(scores, judged=())  # which may be large
         self._last = (usable, batch, scores, inputs, weights)
         log_mismatch(self.metrics, usable, batch, scores.require("old_logprobs"), self.correction, version)
         for transform in self.advantage_transforms:
@@ -521,13 +532,13 @@ class OnPolicyModule(PolicyModule):
             backward: whether to compute gradients, too.
         """
         for group, length in plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
-            micro = batch.rows(group, length)
-            stats = self._token_stats(self.policy, micro)
+            micro, own = batch.rows(group, length), inputs.rows(group, length)
+            stats = self._token_stats(self.policy, micro, self._readings(own))
             values = self.critic(micro) if self.critic is not None else None
             for seen, said in ((self._seen.logprobs, stats.logprobs), (self._seen.entropy, stats.entropy)):
                 seen[group, :length] = said.detach()[: len(group)]  # no rows: a stand-in of one
-            outputs = PolicyOutputs(stats.logprobs, stats.entropy, values)
-            sums = self.loss(outputs, micro, inputs.rows(group, length), weights.rows(group, length))
+            outputs = PolicyOutputs(stats.logprobs, stats.entropy, values, stats.read)
+            sums = self.loss(outputs, micro, own, weights.rows(group, length))
             if sums.keys() != counts.keys():
                 raise ValueError(
                     f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"

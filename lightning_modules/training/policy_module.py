@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Submodules that never change: in no checkpoint, loaded from their folder again.
-FROZEN = ("teacher.", "self_teacher.", "reference.")
+FROZEN = ("teacher.", "teacher_", "self_teacher.", "reference.")
 
 
 class PolicyModule(L.LightningModule):

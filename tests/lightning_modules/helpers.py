@@ -70,6 +70,14 @@ def make_group(
     return made
 
 
+def judged_scores(old: Any, teacher: Any) -> Any:
+    """Log-probs of a policy [B, T] and of the teacher of its only advantage transform."""
+    from lightning_modules.advantage_transforms.teachers import Judged
+    from lightning_modules.batch import LogprobBatch
+
+    return LogprobBatch(old, teacher, judged=(Judged(teacher, teacher.new_ones(len(teacher))),))
+
+
 def largest_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
     """Over all entries of two states of the same model."""
     assert a.keys() == b.keys()

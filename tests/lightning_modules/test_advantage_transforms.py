@@ -21,6 +21,7 @@ from lightning_modules.advantage_transforms.distillation import (
 )
 from lightning_modules.advantage_transforms.skill_signals import GatedSkills, SkillImportanceKL, SkillLoss, SkillShares
 from lightning_modules.advantage_transforms.skill_teacher import SkillTeacher
+from lightning_modules.advantage_transforms.teachers import TaughtTransform
 from lightning_modules.advantage_transforms.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.algorithms import aepo, arpo, cold_start_kd, dgpo, episode_grpo, grpo, opsd, ppo, sdar, sft, sod
 from lightning_modules.batch import collate
@@ -147,8 +148,8 @@ def test_a_teacher_and_a_fixed_self_teacher_are_two_models(model_dir, teacher_di
     module._trainer = SimpleNamespace(strategy=None)
     module.build_models()
     batch = collate(branched())
-    for folder, found in ((teacher_dir, distillation.teacher_logprobs(module, branched(), batch)),
-                          (model_dir, module.logprobs_of(gated._model(module), batch))):  # fmt: skip
+    for folder, found in ((teacher_dir, distillation.judge(module, branched(), batch).logprobs),
+                          (model_dir, module.logprobs_of(gated.self_teacher.model(module), batch))):  # fmt: skip
         assert torch.equal(found, module.logprobs_of(load_causal_lm(str(folder)), batch))
     assert {name.split(".")[0] for name in module._trained(module.state_dict())} == {"policy"}
     both, loaded = (str(model_dir), "float32"), {"teacher": (str(teacher_dir), "float32")}
@@ -156,7 +157,7 @@ def test_a_teacher_and_a_fixed_self_teacher_are_two_models(model_dir, teacher_di
 
 
 WITHOUT_EFFECT = {
-    "2 are a Distillation": lambda: [Distillation("t"), Distillation("other")],
+    r"2 have teachers, with the names \[None, None\]": lambda: [Distillation("t"), Distillation("other")],
     "2 are a SkillTeacher": lambda: [GatedSkills(skills(), "ema"), SkillImportanceKL(skills(), "ema")],
     "TurnAdvantages replaces the advantages of HardAttribution": lambda: [HardAttribution(), TurnAdvantages()],
     "StateAdvantages replaces the advantages of EntropyScaling": lambda: [EntropyScaling(), StateAdvantages()],
@@ -264,7 +265,7 @@ SHIPPED = [
 
 def test_the_table_of_signals_is_complete_and_on_the_page():
     listed = {signal.added_by for signal in signals.SIGNALS.values()}
-    abstract = {AdvantageTransform, TurnWeighting, SkillTeacher, SkillLoss}
+    abstract = {AdvantageTransform, TurnWeighting, SkillTeacher, SkillLoss, TaughtTransform}
     found, kinds = set(), [AdvantageTransform, TurnWeighting]
     while kinds:
         kinds += [c for c in kinds.pop().__subclasses__() if c.__module__.startswith("lightning_modules.")]

@@ -149,11 +149,35 @@ def test_statistics_and_their_gradients_against_float64(monkeypatch, dtype, tole
         assert all(torch.allclose(a, b, atol=10 * tolerance) for a, b in zip(got, want, strict=True))
 
 
-def test_statistics_hold_one_chunk_of_logits_and_keep_the_last(monkeypatch):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_statistics_of_several_targets_and_their_gradients_against_float64(monkeypatch, dtype, tolerance, entropy):
+    """Log-probs of five tokens at each position, two of them equal; with gradients of some and of all."""
+    monkeypatch.setitem(projection.BLOCK, "cpu", 2 * 50)
+    torch.manual_seed(0)
+    head = LMHead(8, 50, bias=True).to(dtype)
+    hidden, targets = (4 * torch.randn(9, 8)).to(dtype).requires_grad_(), torch.randint(50, (9, 5))
+    targets[:, 4] = targets[:, 1]
+    found = head(hidden, TokenStatistics(0.7, entropy=entropy), (targets,), chunk=4)
+    inputs = (hidden, head.weight, head.bias)
+    logprobs = (torch.nn.functional.linear(*(x.double() for x in inputs)) / 0.7).log_softmax(-1)
+    exact = torch.cat([logprobs.gather(-1, targets), -(logprobs.exp() * logprobs).sum(-1, keepdim=True)], -1)
+    exact = exact if entropy else exact[:, :5]
+    assert found.dtype == dtype and torch.allclose(found.double(), exact, atol=tolerance)
+    upstream = torch.randn(exact.shape, dtype=torch.float64)
+    for used in ([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]):
+        grad = upstream * torch.tensor(used)[: exact.shape[1]]
+        got = torch.autograd.grad(found, inputs, grad.to(dtype), retain_graph=True)
+        want = torch.autograd.grad(exact, inputs, grad, retain_graph=True)
+        assert all(torch.allclose(a, b, atol=20 * tolerance) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("targets", [1, 5])
+def test_statistics_hold_one_chunk_of_logits_and_keep_the_last(monkeypatch, targets):
     monkeypatch.setitem(projection.BLOCK, "cpu", 50)
     head, hidden = LMHead(8, 50, bias=False), torch.randn(9, 8, requires_grad=True)
     with Operations(4 * 50) as operations:
-        head(hidden, TokenStatistics(entropy=True), (torch.arange(9),), chunk=4).sum().backward()
+        head(hidden, TokenStatistics(entropy=True), (torch.arange(9 * targets).view(9, -1),), chunk=4).sum().backward()
     assert len(operations.storages) == 1, "the gradient overwrites the logits, and every chunk those before it"
     assert operations.names["mm"] + operations.names["addmm_"] == 3 + 2 + 2 * 3, (
         "of three chunks, the last is not computed again"

@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoTokenizer
 
 from lightning_modules.advantage_transforms.distillation import TeacherPrompts
+from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
+from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import collate
 from lightning_modules.models.policy import load_frozen_lm, token_logprobs
@@ -88,6 +90,34 @@ def test_training_with_a_server_is_training_with_the_folder(completions, model_d
         assert (a - b).detach().abs().max() < 1e-5
     for name, value in figures[0].items():
         assert float(figures[1][name]) == pytest.approx(float(value), rel=1e-3, abs=1e-5), name
+
+
+def test_a_server_s_likeliest_tokens_are_those_of_the_folder(completions, model_dir, teacher_dir, monkeypatch):
+    """Ids and log-probs, and the weights after training on them."""
+    batch = collate(rows())
+    with served(completions) as server:
+        sampled, ids, support = remote(server).score_top(batch, 7)
+        module = GRPO(str(model_dir), advantage_transforms=[DivergenceLoss(str(teacher_dir), top_k=7)])
+        module._trainer = SimpleNamespace(strategy=None)
+        module.build_models()
+        here = module.advantage_transforms[0].said(module, batch, batch)
+        assert ids.joined.dtype == torch.int32 and torch.equal(ids.joined, here.ids.joined)
+        assert torch.allclose(support.joined, here.support.joined, atol=1e-4)
+        assert torch.allclose(sampled.column(0, batch.mask), here.logprobs, atol=1e-4)
+        trained = []
+        for teacher in ({"teacher": str(teacher_dir)}, {"server": remote(server)}):
+            loss = DivergenceLoss(**teacher, top_k=7, tasks={"data_source": ["test"]})
+            module = GRPO(str(model_dir), advantage_transforms=[loss], use_grpo=False, lr=1e-3)
+            fit(module, [rows()])
+            trained.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+        assert (trained[0] - trained[1]).abs().max() < 1e-4  # after Adam, which divides by the gradient's size
+        loss = DivergenceLoss(server=remote(server), top_k=21)
+        monkeypatch.setattr("lightning_modules.training.policy_module.load_causal_lm", None)
+        message = (
+            r"does not return its 21 likeliest tokens \(400: .*\); start it with --max-logprobs 21 or more, or lower"
+        )
+        with pytest.raises(ValueError, match=message):
+            fit(GRPO(str(model_dir), advantage_transforms=[loss], use_grpo=False), [rows()])
 
 
 def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from lightning_modules.advantage_transforms.teachers import Judged
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.ppo import PPO
@@ -119,7 +120,8 @@ def test_only_the_policys_loss_is_weighed_token_by_token_and_divided_by_all(name
     rows, batch, old, places = two_rows()
     critic = name in ("PPO", "DGPO")
     frozen, values, outputs = tensors(batch, old, critic)
-    scores = LogprobBatch(old, frozen, frozen, values, outputs.entropy.detach())
+    judged = (Judged(frozen, torch.ones(len(rows))),) * 2  # of the transforms that have a teacher
+    scores = LogprobBatch(old, frozen, frozen, values, outputs.entropy.detach(), judged)
     plain, module = ALGORITHMS[name](), ALGORITHMS[name](**options)
     _, counts, (policy, *others) = step(plain, rows, batch, scores, outputs)
     _, weighed_counts, (weighed, *weighed_others) = step(module, rows, batch, scores, outputs)

@@ -169,7 +169,7 @@ def test_what_compares_turns_is_refused_before_models_load(model_dir, make):
     make().check_data(EpisodeData(*episodes(model_dir, None)))
     with pytest.raises(ValueError, match="is a row; take window: null"):
         make().check_data(EpisodeData(*episodes(model_dir, 1)))
-    with pytest.raises(ValueError, match="OPSD does not render; take window: null"):
+    with pytest.raises(ValueError, match="PrivilegedPrompts does not render; take window: null"):
         OPSD("p").check_data(EpisodeData(*episodes(model_dir, 1)))
 
 

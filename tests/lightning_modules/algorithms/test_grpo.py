@@ -144,9 +144,9 @@ def test_one_optimiser_step_scores_nothing_that_nobody_reads(model_dir, teacher_
 
     passes, found = [], []
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         passes.append(torch.is_grad_enabled())
-        return token_logprobs(*arguments)
+        return token_logprobs(*arguments, **options)
 
     monkeypatch.setattr(on_policy, "token_logprobs", counted)
     rows = sampled_nearly_by(model_dir, groups())

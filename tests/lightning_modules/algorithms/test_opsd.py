@@ -159,7 +159,7 @@ def test_without_a_rollout_system_there_is_no_prompt():
         precision_plugin=SimpleNamespace(),
         strategy=SingleDeviceStrategy(),
     )
-    with pytest.raises(ValueError, match="SimpleNamespace has no rollout system; train with a RolloutDataModule"):
+    with pytest.raises(ValueError, match="but SimpleNamespace has none; train with a RolloutDataModule"):
         module.setup("fit")
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import SOD
-from lightning_modules.batch import LogprobBatch, collate, tensors_BT
+from lightning_modules.batch import collate, tensors_BT
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import optimisation
 from rollout.trajectory import (
@@ -23,7 +23,7 @@ from rollout.trajectory import (
     ToolRequest,
     ToolResult,
 )
-from tests.lightning_modules.helpers import fit, make_group
+from tests.lightning_modules.helpers import fit, judged_scores, make_group
 
 MODES = ["uniform", "divergence_ratio", "gated", "decay_after_error", "mask_after_error"]
 REWARDS = ([1, 0, 0, 1], [0.3, 0.3], [1, 0, 0])
@@ -48,7 +48,7 @@ def groups(seed=0):
 
 def random_scores(batch, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return LogprobBatch(*(-2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask for _ in range(2)))
+    return judged_scores(*(-2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask for _ in range(2)))
 
 
 def computed(rows, scores=None, **options):
@@ -144,7 +144,7 @@ def test_what_models_say_of_tool_results_is_in_no_sum():
     batch = collate(rows)
     scores = random_scores(batch)
     noise = 99.0 * (1 - batch.mask)
-    loud = LogprobBatch(scores.old_logprobs + noise, scores.teacher_logprobs - noise)
+    loud = judged_scores(scores.old_logprobs + noise, scores.teacher_logprobs - noise)
     quiet, noisy = (computed(rows, s)[0] for s in (scores, loud))
     for name in ("advantages", "opd_weights", "opd_advantages"):
         assert torch.equal(getattr(quiet, name), getattr(noisy, name))
@@ -162,7 +162,7 @@ def test_extremes_are_those_of_sampled_tokens():
     batch = collate(rows)
     zero = torch.zeros_like(batch.mask)
     for sign in (1, -1):
-        _, _, module = computed(rows, LogprobBatch(zero, sign * (0.5 + torch.rand(zero.shape)) * batch.mask))
+        _, _, module = computed(rows, judged_scores(zero, sign * (0.5 + torch.rand(zero.shape)) * batch.mask))
         figures = module.metrics.reduce()
         low, high = sorted(sign * figures[f"train/opd_log_ratio_{end}"] for end in ("min", "max"))
         assert 0.5 <= low < high <= 1.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_modules.maths.advantages import gae, last_token, rlsd_advantages, whiten
-from lightning_modules.maths.schedules import linear_decay
+from lightning_modules.maths.schedules import Schedule
 
 MASK = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 1, 0, 0.0]])  # prompt, sampled, observation, sampled, padding
 STEPS = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0.0]])  # observations included
@@ -106,6 +106,5 @@ def test_rlsd_where_models_do_not_agree_at_all_and_where_nothing_is_known():
 
 
 def test_rlsds_lam_falls_to_zero_in_a_line():
-    assert [linear_decay(0.5, 100, step) for step in (0, 50, 99, 100, 150)] == pytest.approx([0.5, 0.25, 0.005, 0, 0])
-    with pytest.raises(ValueError, match="decay over 0 steps"):
-        linear_decay(0.5, 0, 0)
+    falls = Schedule(0.5, 0.0, 100)
+    assert [falls(step) for step in (0, 50, 99, 100, 150)] == pytest.approx([0.5, 0.25, 0.005, 0, 0])
