@@ -133,16 +133,23 @@ def collate(trajectories: Sequence[Trajectory], device: torch.device | str = "cp
     for t in trajectories:
         if not t.prompt_ids:
             raise ValueError(f"trajectory {t.group}/{t.index} has no prompt ids; at least one is needed")
-    lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
-    shape = (len(trajectories), max(lengths, default=1))
+    return token_batch([(t.prompt_ids, t.response_ids, t.loss_mask, t.logprobs) for t in trajectories], device)
+
+
+def token_batch(rows: Sequence[Sequence[Any]], device: torch.device | str = "cpu") -> TokenBatch:
+    """Pad rows of (prompt ids, response ids, mask of the response, log-probs of the sampler) to one ``TokenBatch``.
+    Without log-probs they are 0."""
+    lengths = [len(row[0]) + len(row[1]) for row in rows]
+    shape = (len(rows), max(lengths, default=1))
     input_ids = torch.zeros(shape, dtype=torch.int64)
     mask, sampler = torch.zeros(shape), torch.zeros(shape)
-    for row, (t, length) in enumerate(zip(trajectories, lengths, strict=True)):
-        start = len(t.prompt_ids)
-        input_ids[row, :length] = torch.tensor((*t.prompt_ids, *t.response_ids))
-        mask[row, start:length] = torch.tensor(t.loss_mask, dtype=torch.float32)
-        sampler[row, start:length] = torch.tensor(t.logprobs, dtype=torch.float32)
-    prompts = torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64)
+    for i, ((prompt, response, own, *logprobs), length) in enumerate(zip(rows, lengths, strict=True)):
+        start = len(prompt)
+        input_ids[i, :length] = torch.tensor((*prompt, *response))
+        mask[i, start:length] = torch.tensor(own, dtype=torch.float32)
+        if logprobs:
+            sampler[i, start:length] = torch.tensor(logprobs[0], dtype=torch.float32)
+    prompts = torch.tensor([len(row[0]) for row in rows], dtype=torch.int64)
     ends = torch.tensor(lengths, dtype=torch.int64)
     return TokenBatch(*(x.to(device) for x in (input_ids, ends, prompts, mask, sampler * mask)))
 

@@ -13,10 +13,12 @@ from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,
     RolloutBatch,
+    current,
     per_turn_prompts,
     plays_programs,
 )
 from lightning_modules.maths.advantages import Member, shared_token_advantages, whiten
+from lightning_modules.maths.schedules import Coefficient, is_zero
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
@@ -77,6 +79,30 @@ class EntropyScaling(AdvantageTransform):
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         z = whiten(batch.scores.require("entropy"), batch.tokens.mask, ranks.sum_over_ranks)
         return advantages * (1.0 + self.weight * z)
+
+
+class OutcomeScale(AdvantageTransform):
+    """Multiplies the outcome's advantages by a coefficient, for example one that rises while a teacher's falls (ATOD).
+    Signals of other transforms are added afterwards.
+
+    Logged: ``train/outcome_scale``.
+
+    Args:
+        coef: a number, or a ``Schedule``.
+    """
+
+    needs_outcome = True
+    reads_old_logprobs = False
+
+    def __init__(self, coef: Coefficient) -> None:
+        if is_zero(coef):
+            raise ValueError("coef is 0, so that rewards have no effect; take use_grpo: false")
+        self.coef = coef
+
+    def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        coef = current(batch.algorithm, self.coef)
+        batch.algorithm.metrics.maximum("train/outcome_scale", coef)
+        return coef * advantages
 
 
 def forks_of(trajectories: Sequence[Trajectory]) -> dict[Member, tuple[int, int]]:

@@ -173,6 +173,7 @@ class TurnInputs:
 
     trajectories: Sequence[Trajectory]
     divergences: TurnDivergences  # of student and teacher
+    surprisal: Tensor  # mean -S of the student's log-probs of each turn, nats [B, K], 0 where a row has no such turn
     outcome: Tensor | None  # mean advantage of each turn [B, K], or None where advantages are not known yet (PPO)
 
 
@@ -291,6 +292,33 @@ class MaskAfterError(TurnWeighting):
         return (turns_after_error(inputs) <= 0).float()
 
 
+class UncertainTurns(TurnWeighting):
+    """Weights the teacher's signal more on turns where the models differ or the student is unsure. This is ATOD's
+    weight (arXiv 2606.27814, eq. 13 to 16)::
+
+        w_k = 1 - (1 - d_k) (1 - h_k)        d_k: mean |S - T| of turn k, h_k: mean -S of turn k
+
+    Both are scaled to [0, 1] over the turns of the trajectory; 0.5 where they do not differ (by 1e-8), as in a
+    trajectory of one turn. SOD's ``DivergenceRatio`` goes the other way.
+    """
+
+    compares_turns = True
+
+    def __call__(self, inputs: TurnInputs) -> Tensor:
+        exists = inputs.divergences.tokens > 0
+        d, h = (_scaled(values, exists) for values in (inputs.divergences.absolute, inputs.surprisal))
+        return (1.0 - (1.0 - d) * (1.0 - h)) * exists
+
+
+def _scaled(values_BK: Tensor, exists_BK: Tensor) -> Tensor:
+    """Scale the values of each row to [0, 1] over its turns that exist; 0.5 if they differ by less than 1e-8."""
+    if values_BK.shape[1] == 0:
+        return values_BK
+    low = values_BK.masked_fill(~exists_BK, torch.inf).amin(1, keepdim=True)
+    size = values_BK.masked_fill(~exists_BK, -torch.inf).amax(1, keepdim=True) - low
+    return torch.where(size < 1e-8, torch.full_like(values_BK, 0.5), (values_BK - low) / size.clamp(min=1e-8))
+
+
 def turns_after_error(inputs: TurnInputs) -> Tensor:
     """Return the signed distance of each turn, in turns, from the trajectory's first erroneous turn [B, K]: 0 at that
     turn, negative before it, -inf in rows without an error."""
@@ -332,8 +360,9 @@ def weigh_turns(
     turns = turn_index(batch.mask, turn_starts(trajectories, batch))
     divergences = turn_divergences(student, teacher, turns)
     outcome = None if advantages is None else turn_means(advantages, turns)[0]
+    surprisal = turn_means(-student, turns)[0]
     found = (divergences.tokens > 0).float()
-    factors = tuple(weight(TurnInputs(trajectories, divergences, outcome)) for weight in weights)
+    factors = tuple(weight(TurnInputs(trajectories, divergences, surprisal, outcome)) for weight in weights)
     for factor in factors:
         found = found * factor
     return WeightedTurns(divergences, found, spread_turns(found, turns), factors)

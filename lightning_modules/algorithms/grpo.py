@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from lightning_modules.advantage_transforms.base import (
     check_transforms,
     validate_choice,
 )
+from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_means, turn_starts
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
 Advantage = Literal["std", "centred", "leave_one_out", "global"]
+RatioLevel = Literal["token", "turn", "sequence"]
 
 
 class GRPO(OnPolicyModule):
@@ -55,7 +58,9 @@ class GRPO(OnPolicyModule):
     * Dr. GRPO (arXiv 2503.20783): ``advantage: centred``. It divides by a constant, where ``token_mean`` divides by
       the tokens of the mini-batch: the direction of a step is the same, its size is not;
     * RLOO (arXiv 2402.14740): ``advantage: leave_one_out`` with ``num_mini_batches: 1``, where no ratio leaves 1;
-    * REINFORCE++ (arXiv 2501.03262): ``advantage: global``.
+    * REINFORCE++ (arXiv 2501.03262): ``advantage: global``;
+    * GSPO (arXiv 2507.18071): ``ratio_level: sequence``, ``clip_low: 3.0e-4``, ``clip_high: 4.0e-4``, ``dual_clip:
+      null``, ``aggregation: sequence_mean``.
 
     Subclasses choose advantage transforms. Trajectory i goes to optimiser step i mod ``num_mini_batches``, so each step
     learns from a part of every group; advantages are those of the whole group.
@@ -80,6 +85,8 @@ class GRPO(OnPolicyModule):
         use_grpo: whether rewards enter; false for the transforms' signals only.
         ratio_denominator: pi_old of the clipped loss: trainer (computed before the update) or sampler (recorded in the
             trajectories).
+        ratio_level: token, or turn or sequence: every token has the geometric mean of the ratios of its turn (AT2PO) or
+            row (GSPO). Its gradient is that mean times the gradient of its own log-prob.
         advantage_transforms: applied in this order.
         teacher_dtype: type of a distillation teacher's parameters.
     """
@@ -102,6 +109,7 @@ class GRPO(OnPolicyModule):
         entropy_coef: NonNegativeFloat = 0.0,
         use_grpo: bool = True,
         ratio_denominator: Literal["trainer", "sampler"] = "trainer",
+        ratio_level: RatioLevel = "token",
         advantage_transforms: list[AdvantageTransform] | None = None,
         teacher_dtype: DType = "float32",
         **kwargs,
@@ -121,6 +129,7 @@ class GRPO(OnPolicyModule):
         self.advantage: Advantage = validate_choice("advantage", advantage, Advantage)
         self.singleton_advantage: Singleton = validate_choice("singleton_advantage", singleton_advantage, Singleton)
         self.ratio_denominator = validate_choice("ratio_denominator", ratio_denominator, Literal["trainer", "sampler"])
+        self.ratio_level: RatioLevel = validate_choice("ratio_level", ratio_level, RatioLevel)
         self.entropy_coef, self.use_grpo = entropy_coef, use_grpo
         self.clip_balanced = clip_balanced
         self.teacher_dtype: DType = teacher_dtype
@@ -182,7 +191,14 @@ class GRPO(OnPolicyModule):
         self.metrics.mean("train/advantage_abs", advantages.abs().sum(), batch.mask.sum())
         advantages, kept = self.apply_transforms(RolloutBatch(self, trajectories, batch, scores), advantages)
         old = batch.sampler_logprobs if self.ratio_denominator == "sampler" else scores.old_logprobs
-        return LossInputs(advantages, old, scores.reference_logprobs, kept)
+        return LossInputs(advantages, old, scores.reference_logprobs, kept, self._spans(trajectories, batch))
+
+    def _spans(self, trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
+        if self.ratio_level == "token":
+            return None
+        if self.ratio_level == "sequence":
+            return (batch.mask != 0).long()
+        return turn_index(batch.mask, turn_starts(trajectories, batch))
 
     def rows_without_gradient(self, inputs: LossInputs) -> Sequence[int]:
         """Return the rows with advantage 0, such as those of a group with equal rewards. None where the loss has other
@@ -195,6 +211,10 @@ class GRPO(OnPolicyModule):
     def loss(
         self, outputs: PolicyOutputs, batch: TokenBatch, inputs: LossInputs, weights: TokenWeights
     ) -> Mapping[str, Tensor]:
+        now = outputs.logprobs.detach()
+        if inputs.spans is not None and inputs.old_logprobs is not None:
+            means, _ = turn_means(now - inputs.old_logprobs, inputs.spans)
+            inputs = dataclasses.replace(inputs, old_logprobs=now - spread_turns(means, inputs.spans))
         policy = losses.grpo_loss(
             outputs.logprobs,
             outputs.entropy,
@@ -208,7 +228,6 @@ class GRPO(OnPolicyModule):
             kl_estimator=self.reference_kl_estimator,
             entropy_coef=self.entropy_coef,
         )
-        now = outputs.logprobs.detach()
         old = now if inputs.old_logprobs is None else inputs.old_logprobs
         policy = self.add_losses(policy, MicroBatch(self, outputs, old, weights), inputs.transforms)
         clipped = losses.clip_events(now, old, inputs.advantages, self.clip_low, self.clip_high)

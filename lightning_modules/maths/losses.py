@@ -72,6 +72,7 @@ class LossInputs(RowTensors):
     old_logprobs: Tensor | None  # None: the log-probs of the forward pass itself, without gradient
     reference_logprobs: Tensor | None = None  # None without a KL
     transforms: tuple[RowTensors | None, ...] = ()  # what each advantage transform keeps for its own loss
+    spans: Tensor | None = None  # [B, T] int64, the span of each token whose ratio it has, from 1; None: its own
 
 
 def grpo_loss(

@@ -3,13 +3,15 @@
 A row is one turn of one trajectory, with its own prompt; [R] is rows. A trajectory is named by (group, member), a group
 is all trajectories of one task and never spans ranks. The order of the rows does not matter.
 
-Source: verl-agent's GRPO (docs/algorithms/grpo.md) and GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8).
+Source: verl-agent's GRPO (docs/algorithms/grpo.md), GiGPO (arXiv 2505.10978, eq. 3 and 5 to 8), IGPO and AT2PO.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -19,6 +21,8 @@ from lightning_modules.maths.losses import STD_EPS, Singleton
 
 Statistics = Literal["rows", "trajectories"]
 TurnNorm = Literal["mean_norm", "mean_std_norm"]
+Pool = Literal["separate", "joint"]
+TreeWeighting = Literal["surprisal", "equal"]
 
 
 def turn_advantages(
@@ -181,6 +185,133 @@ def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequenc
     later = later[:, None] - later[None]  # [j, k]: j - k
     discounts = torch.where(later >= 0, gamma ** later.clamp(min=0).double(), 0.0)
     return (table @ discounts).flatten()[cell]
+
+
+def information_gain_advantages(
+    gains: Sequence[Sequence[float]],
+    outcomes: Sequence[float],
+    groups: Sequence[str],
+    gamma: float = 1.0,
+    pool: Pool = "separate",
+) -> list[list[float]]:
+    """Return IGPO's advantage of each turn, by trajectory (arXiv 2510.14967; its code of February 2026)::
+
+        r_k = gain of turn k < T,  r_T = outcome        z = (r - mean) / (std + 1e-6)        A_k = z_k + gamma A_{k+1}
+
+    The deviation is ``sqrt(population variance + 1e-8)``, 1 for a single value. First normalised, then discounted.
+
+    >>> information_gain_advantages([[0.2], [0.4]], [1.0, 1.0], ["g", "g"])
+    [[-0.9999400..., 0.0], [0.9999400..., 0.0]]
+
+    Args:
+        gains: of each trajectory, one per turn but the last.
+        outcomes: of each trajectory.
+        groups: of each trajectory.
+        gamma: discount per turn.
+        pool: what mean and deviation are over: ``separate`` (outcomes of the group; gains of all turns of the group) or
+            ``joint`` (all of them).
+
+    Raises:
+        ValueError: unknown pool.
+    """
+    if pool not in ("separate", "joint"):
+        raise ValueError(f"unknown pool '{pool}'; expected separate or joint")
+    found: list[list[float]] = [[] for _ in groups]
+    for rows in _members(groups):
+        ends, turns = [outcomes[row] for row in rows], [gain for row in rows for gain in gains[row]]
+        of_ends, of_turns = (ends, turns) if pool == "separate" else ([*ends, *turns],) * 2
+        for row in rows:
+            following = _standardised(outcomes[row], of_ends)
+            found[row] = [following]
+            for gain in reversed(gains[row]):
+                following = _standardised(gain, of_turns) + gamma * following
+                found[row].insert(0, following)
+    return found
+
+
+def _standardised(value: float, of: Sequence[float]) -> float:
+    if len(of) == 1:
+        return (value - of[0]) / (1.0 + STD_EPS)
+    mean = math.fsum(of) / len(of)
+    variance = math.fsum((one - mean) ** 2 for one in of) / len(of)
+    return (value - mean) / (math.sqrt(variance + 1e-8) + STD_EPS)
+
+
+def _members(groups: Sequence[str]) -> list[list[int]]:
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    return [*rows.values()]
+
+
+def tree_values(
+    paths: Sequence[Sequence[Hashable]],
+    rewards: Sequence[float],
+    groups: Sequence[str],
+    surprisals: Mapping[Hashable, float],
+    weighting: TreeWeighting = "surprisal",
+) -> dict[Hashable, float]:
+    """Return AT2PO's value of each turn of a tree of trajectories (arXiv 2601.04767; its released code), which is also
+    its advantage::
+
+        V(leaf) = (reward - mean) / (std + 1e-6)  over the trajectories of the group, population std
+        V(turn) = sum over the turns c that follow it of w_c V(c)        w = softmax of their mean -log p, or equal
+
+    Turns that several trajectories share have one value. The mean is over the turns that follow, not over the
+    trajectories below. Equal rewards give 0.
+
+    Args:
+        paths: the turns of each trajectory, from the first to the last; equal names are one turn.
+        rewards: of each trajectory.
+        groups: of each trajectory.
+        surprisals: mean -log p of the sampled tokens of each turn, nats.
+        weighting: surprisal (the softmax, as released) or equal.
+
+    A trajectory that ends where another one goes on counts as one that follows.
+
+    Raises:
+        ValueError: unknown weighting.
+    """
+    if weighting not in ("surprisal", "equal"):
+        raise ValueError(f"unknown weighting '{weighting}'; expected surprisal or equal")
+    following: dict[Hashable, dict[Hashable, None]] = {}
+    for path in paths:
+        for turn, after in pairwise(path):
+            following.setdefault(turn, {})[after] = None
+    values: dict[Hashable, float] = {}
+    for rows in _members(groups):
+        of = [rewards[row] for row in rows]
+        mean = math.fsum(of) / len(of)
+        std = math.sqrt(math.fsum((one - mean) ** 2 for one in of) / len(of))
+        for row in rows:
+            if not paths[row]:
+                continue
+            end: Hashable = paths[row][-1]
+            if end in following:
+                following[end]["end", row] = None
+                end = ("end", row)
+            values[end] = (rewards[row] - mean) / (std + STD_EPS) if max(of) > min(of) else 0.0
+    for path in paths:
+        for turn in reversed(path):
+            _evaluate(turn, values, following, surprisals, weighting)
+    return values
+
+
+def _evaluate(
+    turn: Hashable,
+    values: dict[Hashable, float],
+    following: Mapping[Hashable, Mapping[Hashable, None]],
+    surprisals: Mapping[Hashable, float],
+    weighting: TreeWeighting,
+) -> float:
+    """Return the value of a turn, and store it in ``values`` with those of all turns that follow."""
+    if turn not in values:
+        after = list(following[turn])
+        known = [_evaluate(one, values, following, surprisals, weighting) for one in after]
+        unsure = [surprisals.get(one, surprisals[turn]) for one in after]
+        powers = [math.exp(h - max(unsure)) if weighting == "surprisal" else 1.0 for h in unsure]
+        values[turn] = math.fsum(w * v for w, v in zip(powers, known, strict=True)) / math.fsum(powers)
+    return values[turn]
 
 
 # ---------------------------------------------------------------------- sets of rows

@@ -34,8 +34,8 @@ class ScriptedEngine:
 
     ``script`` is a function of (token ids, sampling), a table from token ids to replies, or a list consumed in order
     of arrival. A reply is a text (tokenised here), token ids, or an exception to raise. A request for exactly the ids
-    at which ``max_new_tokens`` cut a reply gets the rest of that reply. Each token's log-prob is ``logprob``;
-    ``load_files`` records names and shapes in ``weights``.
+    at which ``max_new_tokens`` cut a reply gets the rest of that reply. Each token's log-prob is ``logprob``, a number
+    or a function of the request's token ids. ``load_files`` records names and shapes in ``weights``.
 
     Time is simulated: a request waits for one of ``slots``, then takes ``latency`` seconds (a number or a function of
     the token ids), ``prefill_s`` for each given token that is in no cache and ``decode_s`` for each sampled one,
@@ -48,7 +48,7 @@ class ScriptedEngine:
         script: Script,
         tokenizer: Any = None,
         latency: float | Callable[[tuple[int, ...]], float] = 0.0,
-        logprob: float = -0.5,
+        logprob: float | Callable[[tuple[int, ...]], float] = -0.5,
         *,
         prefill_s: float = 0.0,
         decode_s: float = 0.0,
@@ -170,10 +170,11 @@ class ScriptedEngine:
         top = None
         if sampling.top_logprobs and self._top is not None:
             top = tuple(dict(self._top(given + ids[:i])) for i in range(len(ids)))
-        elif sampling.top_logprobs:
-            top = tuple({token: self._logprob} for token in ids)
+        logprob = self._logprob(given) if callable(self._logprob) else self._logprob
+        if sampling.top_logprobs and self._top is None:
+            top = tuple({token: logprob} for token in ids)
         cached = self._remember(given, ids)
-        return Generation(ids, (self._logprob,) * len(ids), reason, version, stop_string, top, cached)
+        return Generation(ids, (logprob,) * len(ids), reason, version, stop_string, top, cached)
 
     def _cut(self, ids: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], str, str | None]:
         """End where a real engine would have. A reply that runs out without any stop counts as "length"."""

@@ -15,7 +15,7 @@ from lightning_modules.maths.losses import LossInputs
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from lightning_modules.training import on_policy
 from rollout.trajectory import CallOutcome, Reward, StopReason, ToolCall, ToolRequest, ToolResult
-from tests.lightning_modules.helpers import fit, largest_difference, make_group
+from tests.lightning_modules.helpers import fit, largest_difference, make_group, make_trajectory
 
 
 def groups(seed=0):
@@ -375,3 +375,54 @@ def test_streams_that_nothing_divides_are_refused(model_dir):
         module.kept = kept
         with pytest.raises(ValueError, match=r"loss sums \['aux'.*, but streams divides \['policy'\]"):
             train(module, [groups()])
+
+
+# ---------------------------------------------------------------------- ratios of turns and sequences
+@pytest.mark.parametrize("level", ["turn", "sequence"])
+def test_ratios_of_spans_against_a_slow_form(level):
+    """Loss and gradient: every token has its span's geometric mean, whose clip removes whole spans."""
+    rows = groups()
+    batch = collate(rows)
+    module = GRPO("p", ratio_level=level, clip_low=0.01, clip_high=0.02, dual_clip=None, aggregation="sequence_mean")
+    generator = torch.Generator().manual_seed(0)
+    old = -2 * torch.rand(batch.mask.shape, generator=generator) * batch.mask
+    now = (old + 0.2 * torch.randn(batch.mask.shape, generator=generator) * batch.mask).requires_grad_()
+    scores = LogprobBatch(old)
+    inputs = module.compute_advantages(rows, batch, scores)
+    outputs = PolicyOutputs(now, torch.zeros_like(now), None)
+    found = module.loss(outputs, batch, inputs, module.token_weights(batch, scores))["policy"]
+    (gradient,) = torch.autograd.grad(found, now)
+    expected, slow = 0.0, torch.zeros_like(now)
+    clipped = 0
+    for i, t in enumerate(rows):
+        start = len(t.prompt_ids)
+        places = [[start + j for j in range(turn.start, turn.end)] for turn in t.turns]
+        spans = places if level == "turn" else [[j for span in places for j in span]]
+        for span in spans:
+            a = inputs.advantages[i, span[0]].item()
+            s = math.exp(sum((now - old)[i, j].item() for j in span) / len(span))
+            within = min(max(s, 0.99), 1.02)
+            lost = -a * within > -a * s
+            clipped += lost
+            for j in span:
+                w = 1 / sum(t.loss_mask)
+                expected += w * max(-a * s, -a * within)
+                slow[i, j] = 0.0 if lost else -a * s * w
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(gradient, slow, atol=1e-6) and clipped >= 2
+    assert torch.equal(inputs.old_logprobs, old)
+
+
+def test_a_span_of_one_token_has_the_token_s_ratio():
+    rows = [make_trajectory(random.Random(i), i, spans=[1, 2, 1]).replace(group="g", index=i) for i in range(3)]
+    rows = [t.replace(reward=Reward(float(i), {"em": float(i)})) for i, t in enumerate(rows)]
+    batch = collate(rows)
+    old = -torch.rand(batch.mask.shape) * batch.mask
+    outputs = PolicyOutputs(old + 0.3 * torch.randn(old.shape) * batch.mask, torch.zeros_like(old), None)
+    found = []
+    for level in ("token", "turn"):
+        module = GRPO("p", ratio_level=level)
+        inputs = module.compute_advantages(rows, batch, LogprobBatch(old))
+        weights = module.token_weights(batch, LogprobBatch(old))
+        found.append(module.loss(outputs, batch, inputs, weights)["policy"])
+    assert torch.allclose(*found, rtol=1e-5)

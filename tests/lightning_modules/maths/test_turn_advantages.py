@@ -9,7 +9,9 @@ import torch
 from lightning_modules.maths.turn_advantages import (
     discounted_returns,
     gigpo_advantages,
+    information_gain_advantages,
     similar_states,
+    tree_values,
     turn_advantages,
 )
 
@@ -190,3 +192,73 @@ def test_gigpo_against_a_slow_form_and_in_any_order(seed, by, norm):
     assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
     order = rng.sample(range(len(rows)), len(rows))
     assert torch.allclose(fast(order), found[order], atol=1e-9)
+
+
+# ---------------------------------------------------------------------- IGPO
+def slow_information_gain(gains, outcomes, groups, gamma, pool):
+    """A_k = sum over j >= k of gamma^(j - k) z_j, each z from plain statistics of its pool."""
+    found = []
+    for row, group in enumerate(groups):
+        mine = [i for i, g in enumerate(groups) if g == group]
+        ends, turns = [outcomes[i] for i in mine], [gain for i in mine for gain in gains[i]]
+        if pool == "joint":
+            ends = turns = ends + turns
+
+        def z(value, of):
+            deviation = (statistics.pvariance(of) + 1e-8) ** 0.5 if len(of) > 1 else 1.0
+            return (value - statistics.fmean(of)) / (deviation + EPS)
+
+        rewards = [*(z(gain, turns) for gain in gains[row]), z(outcomes[row], ends)]
+        found.append([sum(gamma ** (j - k) * r for j, r in enumerate(rewards) if j >= k) for k in range(len(rewards))])
+    return found
+
+
+def test_information_gain_by_hand():
+    """Gains 0.5, -0.5 and 0: mean 0, deviation sqrt(1/6); outcomes 1 and 0: +-1."""
+    first, second = information_gain_advantages([[0.5, -0.5], [0.0]], [1.0, 0.0], ["g", "g"], gamma=0.5)
+    z = 0.5 / (1 / 6) ** 0.5
+    assert second == pytest.approx([0.5 * -1, -1], rel=1e-5)
+    assert first == pytest.approx([z + 0.5 * (-z + 0.5), -z + 0.5, 1], rel=1e-5)
+
+
+@pytest.mark.parametrize("pool", ["separate", "joint"])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+def test_information_gain_against_a_slow_form_and_in_any_order(pool, gamma):
+    rng = random.Random(0)
+    groups = [f"g{i % 4}" for i in range(13)]
+    gains = [[rng.gauss(0, 1) for _ in range(rng.randint(0, 4))] for _ in groups]
+    outcomes = [float(rng.random() < 0.5) for _ in groups]
+    expected = slow_information_gain(gains, outcomes, groups, gamma, pool)
+    order = rng.sample(range(13), 13)
+    found = information_gain_advantages(*([x[i] for i in order] for x in (gains, outcomes, groups)), gamma, pool)
+    for place, row in enumerate(order):
+        assert found[place] == pytest.approx(expected[row], rel=1e-9)
+    with pytest.raises(ValueError, match="unknown pool 'all'"):
+        information_gain_advantages([], [], [], pool="all")
+
+
+# ---------------------------------------------------------------------- AT2PO
+def test_a_tree_by_hand():
+    """a -> b -> (c, d), a -> e, and f alone; rewards 1, 0, 0, 1 have mean 0.5 and deviation 0.5."""
+    paths = [["a", "b", "c"], ["a", "b", "d"], ["a", "e"], ["f"]]
+    sure = dict.fromkeys("abcdef", 0.3)
+    values = tree_values(paths, [1.0, 0.0, 0.0, 1.0], ["g"] * 4, sure, "equal")
+    one = 0.5 / (0.5 + EPS)
+    assert values == pytest.approx({"c": one, "d": -one, "e": -one, "f": one, "b": 0.0, "a": -one / 2})
+    assert values == tree_values(paths, [1.0, 0.0, 0.0, 1.0], ["g"] * 4, sure), "equally sure: equal weights"
+    unsure = sure | {"c": 0.3 + 1.0986122886681098}  # weight 3 of 4
+    values = tree_values(paths, [1.0, 0.0, 0.0, 1.0], ["g"] * 4, unsure)
+    assert values["b"] == pytest.approx(one / 2)
+    assert set(tree_values(paths, [1.0] * 4, ["g"] * 4, sure).values()) == {0.0}
+
+
+def test_a_trajectory_that_ends_where_another_goes_on():
+    values = tree_values([["a"], ["a", "b"]], [1.0, 0.0], ["g", "g"], {"a": 0.1, "b": 0.1})
+    assert values["a"] == pytest.approx(0.0) and values["b"] == pytest.approx(-1.0, rel=1e-5)
+
+
+def test_groups_are_trees_of_their_own():
+    paths, rewards, groups = [["a"], ["b"], ["c"], ["d"]], [1.0, 0.0, 5.0, 5.0], ["g", "g", "h", "h"]
+    assert [*tree_values(paths, rewards, groups, dict.fromkeys("abcd", 0.0)).values()] == pytest.approx(
+        [1, -1, 0, 0], rel=1e-5
+    )

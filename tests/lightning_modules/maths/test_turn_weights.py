@@ -8,6 +8,8 @@ import torch
 
 from lightning_modules.advantage_transforms.distillation import (
     TurnDivergences,
+    TurnInputs,
+    UncertainTurns,
     divergence_ratios,
     last_turn,
     spread_turns,
@@ -154,3 +156,22 @@ def test_long_turns_are_summed_without_loss():
     student = torch.full((1, 200_000), -0.1)
     d = turn_divergences(student, torch.zeros_like(student), torch.ones(1, 200_000, dtype=torch.int64))
     assert float(d.absolute) == pytest.approx(0.1, rel=1e-6) and not math.isnan(float(d.signed))
+
+
+@pytest.mark.parametrize(
+    ("d", "h", "expected"),
+    [
+        ((0.101, 0.228, 0.022, 0.019, 0.138), (0.037, 0.025, 0.010, 0.006, 0.008), (1, 1, 0.142, 0, 0.597)),  # ATOD's
+        ((0.1, 0.2, 0.4), (0.05, 0.15, 0.05), (0, 1, 1)),
+        ((0.2, 0.1), (0.3, 0.1), (1, 0)),
+        ((0.7,), (0.2,), (0.75,)),
+        ((0.2, 0.2), (0.1, 0.1), (0.75, 0.75)),
+    ],
+)
+def test_vectors_of_uncertain_turns(d, h, expected):
+    """A row by itself, and beside a longer one."""
+    weigh = UncertainTurns()
+    assert weigh(TurnInputs([], given(d), torch.tensor([h]), None))[0].tolist() == pytest.approx(expected, abs=1e-3)
+    longer = [9.0] * (len(d) + 2)
+    both = weigh(TurnInputs([], given(d, longer), torch.tensor([[*h, 0.0, 0.0], longer]), None))
+    assert both[0].tolist() == pytest.approx([*expected, 0.0, 0.0], abs=1e-3)

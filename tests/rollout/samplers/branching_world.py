@@ -107,8 +107,8 @@ def mixed(ids, seed):
     return fingerprint(ids[:60]) % 5 - 1
 
 
-def check_group(group, n, system):
-    """What holds for every group, whatever happened: members, forks, prefixes, calls."""
+def check_group(group, n, system, after_results=True):
+    """What holds for every group, whatever happened: members, forks (after results alone), prefixes, calls."""
     assert [t.index for t in group] == list(range(n)) and len({t.group for t in group}) == 1
     for child in group:
         assert len(child.loss_mask) == len(child.response_ids)
@@ -120,7 +120,7 @@ def check_group(group, n, system):
             assert getattr(child, name)[:at] == getattr(parent, name)[:at]
         shared = [turn for turn in child.turns if turn.end <= at]
         assert shared and shared[-1].observation_end == at and list(parent.turns[: len(shared)]) == shared
-        assert system.protocol.decode(child.response_ids[:at]).endswith("</information>\n\n")
+        assert not after_results or system.protocol.decode(child.response_ids[:at]).endswith("</information>\n\n")
         inherited = [call for call in child.calls if call.turn < len(shared)]
         assert inherited == [call for call in parent.calls if call.turn < len(shared)]
     own = Counter(t.index for t in group for call in t.calls if call.executed
