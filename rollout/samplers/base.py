@@ -101,7 +101,8 @@ class Sampler(Protocol):
     """Decides which trajectories of a prompt are rolled out.
 
     A sampler that never branches (``GroupRunner.run`` without ``start``) sets ``forks = False``. Protocols with
-    per-turn prompts accept only such samplers. Without the attribute a sampler counts as one that forks.
+    per-turn prompts accept only such samplers. Without the attribute a sampler counts as one that forks. A method
+    ``check_group(n)`` may refuse a size of groups before an engine starts.
     """
 
     async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:

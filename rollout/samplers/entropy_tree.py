@@ -29,9 +29,10 @@ class EntropyTreeSampler:
         score = mean -log p of the turn's sampled tokens - sibling_penalty * (its siblings)
 
     Siblings are the other turns sampled from the same place. Candidates are all turns that others follow, and the
-    prompt (score ``-sibling_penalty`` times its turns but one). The prompt or a first turn begins another trajectory. With fewer candidates
-    than expansions the best are taken again. Of n trajectories n - rounds * expansions start first. Decisions and seeds
-    depend on the group's seed only. The released setting is 22 trajectories, 2 rounds and 6 expansions.
+    prompt (score ``-sibling_penalty`` times its turns but one). The prompt or a first turn begins another trajectory.
+    With fewer candidates than expansions the best are taken again. Of n trajectories n - rounds * expansions start
+    first. Decisions and seeds depend on the group's seed only. The released setting is 22 trajectories, 2 rounds and 6
+    expansions.
 
     Args:
         rounds: how often turns are chosen.
@@ -46,14 +47,17 @@ class EntropyTreeSampler:
     ) -> None:
         self.rounds, self.expansions, self.sibling_penalty = rounds, expansions, sibling_penalty
 
-    async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
-        first = n - self.rounds * self.expansions
-        if first < 1:
+    def check_group(self, n: int) -> None:
+        """Raise ValueError if a group of n leaves no trajectory to begin with."""
+        if n <= self.rounds * self.expansions:
             raise ValueError(
                 f"a group has {n} trajectories, but {self.rounds} rounds of {self.expansions} expansions leave none to "
                 f"begin with; expected a group_size above {self.rounds * self.expansions}, or fewer expansions"
             )
-        members = await run_independent(group, range(first))
+
+    async def sample(self, group: GroupRunner, n: int) -> list[Trajectory]:
+        self.check_group(n)
+        members = await run_independent(group, range(n - self.rounds * self.expansions))
         expanded: dict[Place, int] = {}
         for _ in range(self.rounds):
             candidates = self.candidates(members)
