@@ -26,7 +26,7 @@ FRESH_FLAG := $(if $(FRESH),--fresh)
 ALLOW_FLAG := $(if $(ALLOW),--allow $(ALLOW))
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch="$(SBATCH_ALL)")
-BENCHMARKS := trl_comparison tool_calls smollm2_training agent_programs
+BENCHMARKS := trl_comparison tool_calls smollm2_training agent_programs distribution_losses
 PYTEST := PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export Q
 

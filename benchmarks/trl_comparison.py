@@ -10,8 +10,8 @@ not counted. Rates are completion tokens per processor second (with one thread, 
 engine's process counts as ours). The output is the median over repeats of the median iteration, with the lowest and
 highest repeat.
 
-First, both sides must compute the same loss, gradient and AdamW update for one batch and the same weights. Then these
-cases run on random Qwen3 models in float32:
+First, both sides must compute the same loss, gradient and AdamW update for one batch and the same weights; SDPO's, GKD's
+and GOLD's losses are compared on random distributions. Then these cases run on random Qwen3 models in float32:
 
 * GRPO, whole iteration: rollouts with early ends, rewards, optimiser step (and here a weight push to the engine);
 * the training part alone (scoring, forward, backward, optimiser) on given completions, with geometric lengths, as after
@@ -125,6 +125,8 @@ def parity(ours: Side, theirs: Side, folder: Path, micro_rows: int) -> Iterator[
         else:  # the two sides log the loss of two passes differently
             text = f"the clip holds {mine['clipped']:.0%} of both passes' tokens; {text}"
         yield f"parity, {name}: {text}"
+    for name, (values, gradients) in theirs.ask("divergences").items():
+        yield f"parity, loss of {name}: values differ by at most {values:.0e}, gradients by {gradients:.0e}"
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], prefix: str = "") -> float:

@@ -110,8 +110,8 @@ class RolloutDataModule(TrainingData):
         if rollouts.sleep_mode:
             check_sleep(rollouts.engine, rollouts.in_flight_updates, max_off_policy_iterations)
         check_groups(group_size, dynamic_sampling)
-        if hasattr(rollouts.sampler, "check_group"):
-            rollouts.sampler.check_group(group_size)
+        if (check := getattr(rollouts.sampler, "check_group", None)) is not None:
+            check(group_size)
         if rollouts.program is not None:
             refuse_for_programs({"max_prompt_tokens": max_prompt_tokens})
         if abilities is not None and (not abilities or not set(abilities) <= set(ABILITIES)):

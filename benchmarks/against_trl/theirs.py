@@ -22,6 +22,7 @@ from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from benchmarks.against_trl import serving
 from benchmarks.against_trl.cases import BETAS, EPS, Case, Inputs, reward
+from lightning_modules.maths.divergences import Rest, make_divergence, with_rest
 
 LOSSES = {"token_mean": "dapo", "sequence_mean": "grpo"}
 SCALES = {"std": "group", "centred": "none"}
@@ -184,12 +185,47 @@ def measure(case: Case, folder: Path, inputs: Inputs) -> dict[str, Any]:
     return {"rows": clock.rows[1:] or clock.rows, "loss": clock.loss}
 
 
+def divergences() -> dict[str, Any]:
+    """Return the largest differences between TRL's distillation losses (SDPO, GKD, GOLD) and ours, of values and of
+    gradients with respect to the student's logits, on random distributions in float64."""
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.gold import GOLDTrainer
+    from trl.experimental.sdpo import loss_utils
+
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(64, 500, generator=generator, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    found = {}
+    for beta in (0.0, 0.3, 1.0):
+        jsd = functools.partial(make_divergence("jsd", beta=beta), normalised=True)
+        p, q = student.log_softmax(-1), teacher.log_softmax(-1)
+        ids = student.topk(20).indices
+        top: dict[Rest, bool] = {"tail": True, "renormalised": False}
+        pairs = {
+            "GKD": (GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="none").sum(-1), jsd(p, q)),
+            "GOLD": (
+                GOLDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="none").sum(-1),
+                jsd(p, q),
+            ),
+        }
+        for rest, tail in top.items():
+            options = {"distillation_topk": 20, "distillation_alpha": beta, "distillation_add_tail": tail}
+            theirs = loss_utils.compute_topk_self_distillation_loss(student, teacher, **options)
+            ours = jsd(with_rest(p.gather(-1, ids), rest), with_rest(q.gather(-1, ids), rest))
+            pairs[f"SDPO, top-k, {rest}"] = (theirs, ours)
+        for name, (theirs, ours) in pairs.items():
+            gradients = (torch.autograd.grad(x.sum(), student, retain_graph=True)[0] for x in (theirs, ours))
+            values = float((theirs - ours).detach().abs().max()), float((next(gradients) - next(gradients)).abs().max())
+            found[f"{name}, beta {beta:g}"] = values
+    return found
+
+
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental and warns each time
     transformers.logging.set_verbosity_error()
     packages = {"trl": trl, "torch": torch, "transformers": transformers, "accelerate": accelerate}
     serving.serve(
-        {"measure": functools.partial(serving.with_peak, measure)},
+        {"measure": functools.partial(serving.with_peak, measure), "divergences": divergences},
         {name: package.__version__ for name, package in packages.items()},
     )

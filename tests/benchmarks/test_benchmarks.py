@@ -33,6 +33,16 @@ SHAPES = {
             *(rf"{turns} turns: {N} tokens in one row, {N} in a row per request \({N} times\)" for turns in (2, 8, 32)),
         ],
     ),
+    "distribution_losses": (
+        "--tokens 64 --vocabulary 500 --top-k 8 --repeats 1",
+        [
+            rf"64 tokens, V = 500, k = 8: sampled token {N} s, \+{N} MiB; "
+            + "; ".join(
+                rf"{form} {N} s, \+{N} MiB \({N} and {N} of the sampled token's\)"
+                for form in ("top-k", "whole vocabulary")
+            )
+        ],
+    ),
     "trl_comparison": (
         "--prompts 2 --samples 4 --tokens 8 --micro-rows 2 --repeats 1 --iterations 1 --trl nowhere",
         [
@@ -77,8 +87,11 @@ def test_loss_gradient_and_update_are_those_of_trl():
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("parity, ")]
-    assert len(rows) == 6
-    for row in rows:
+    losses = [row for row in rows if row.startswith("parity, loss of ")]
+    assert len(rows) == 6 + len(losses) == 6 + 12
+    for row in losses:
+        assert all(float(x) < 1e-12 for x in re.search("by at most (.+), gradients by (.+)", row).groups()), row
+    for row in rows[:6]:
         gradient, update = re.search("gradients differ by (.+) relative, weight updates by (.+)", row).groups()
         # AdamW's first step is near lr * sign(gradient), which magnifies noise; the second pass stands on its outcome.
         assert float(gradient) < (1e-3 if "second pass" in row else 5e-5), row

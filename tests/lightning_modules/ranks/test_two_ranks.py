@@ -8,10 +8,10 @@ import torch
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # two processes, each importing deepspeed
-CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "opsd"]
+CONVERSATIONS = ["kd", "dgpo", "grpo", "aepo", "sod", "divergence", "opsd"]
 IDLE = ["kd_idle", "dgpo_idle", "grpo_idle"]  # the second rank has no sampled token
 EPISODES = ["episode_grpo", "gigpo", "sdar", "sdar_jsd", "skill_sd", "rlsd", "idle_rank"]
-SOME = ["kd", "dgpo", "aepo", "grpo_idle", "sdar", "idle_rank"]  # with ZeRO-2 and DDP; all with ZeRO-3
+SOME = ["kd", "dgpo", "aepo", "divergence", "grpo_idle", "sdar", "idle_rank"]  # with ZeRO-2 and DDP; all with ZeRO-3
 WORKER = Path(__file__).with_name("two_ranks_worker.py")
 
 

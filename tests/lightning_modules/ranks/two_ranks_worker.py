@@ -1,10 +1,11 @@
-"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD and of what learns
-from episodes (two_ranks_episodes.py), on one process or on two.
+"""Started by test_two_ranks.py: one step of KD, one iteration each of DGPO, GRPO, AEPO, SOD, OPSD, two teachers'
+distributions and of what learns from episodes (two_ranks_episodes.py), on one process or on two.
 
 ``python two_ranks_worker.py OUT MODEL TEACHER zero3|zero2|ddp|offload [NAME ...]``: of all trainings, or of those
 named; plain SGD without clipping hides no wrong scale.
 """
 
+import dataclasses
 import os
 import random
 import sys
@@ -17,6 +18,8 @@ import lightning as L
 import torch
 
 from common import ranks
+from lightning_modules.advantage_transforms.distillation import IncorrectOnly
+from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.skill_teacher import SkillTeacher
 from lightning_modules.algorithms.aepo import AEPO
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
@@ -114,6 +117,11 @@ def groups():
     return [*first, *second, last.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None)]
 
 
+def of_sources():
+    """The same with their group as data source, so that a teacher of the second's tasks has nothing on rank 0."""
+    return [t.replace(task=dataclasses.replace(t.task, data_source=t.group)) for t in groups()]
+
+
 def idle(rows):
     """The first four of ``rows``, and for the second rank four prompts of which nothing was sampled."""
 
@@ -161,6 +169,10 @@ def trainings(model: str, teacher: str):
     yield Training("grpo_idle", idle(groups), GRPOWithSGD(model, **grouped), alone)
     robust = {"reference_turn": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
     yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
+    first = DivergenceLoss(teacher, top_k=7, support="both", weights=[IncorrectOnly(0.6)], name="first")
+    second = DivergenceLoss(model, top_k=None, divergence="jsd", tasks={"data_source": ["q2"]}, name="second")
+    losses = {"advantage_transforms": [first, second], "epochs": 2, **on_policy}
+    yield Training("divergence", of_sources, GRPOWithSGD(model, **losses), alone)
     yield Training("opsd", told(model), OPSDWithSGD(model, **on_policy), lambda rows: Questions(model, rows))
     longer = on_policy | {"max_tokens_per_micro_batch": 400, "logits_chunk": 64}  # prompts of about a hundred tokens
     yield from episode_trainings(model, teacher, SGD, **longer)
