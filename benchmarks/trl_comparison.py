@@ -10,8 +10,8 @@ not counted. Rates are completion tokens per processor second (with one thread, 
 engine's process counts as ours). The output is the median over repeats of the median iteration, with the lowest and
 highest repeat.
 
-First, both sides must compute the same loss, gradient and AdamW update for one batch and the same weights; SDPO's, GKD's
-and GOLD's losses are compared on random distributions. Then these cases run on random Qwen3 models in float32:
+First, both sides must compute the same loss, gradient and AdamW update for one batch and the same weights. Losses of
+SDPO, GKD and GOLD in TRL are compared on random distributions. Then these cases run on random Qwen3 models in float32:
 
 * GRPO, whole iteration: rollouts with early ends, rewards, optimiser step (and here a weight push to the engine);
 * the training part alone (scoring, forward, backward, optimiser) on given completions, with geometric lengths, as after

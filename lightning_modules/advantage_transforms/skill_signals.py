@@ -10,12 +10,12 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
-from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, validate_choice
+from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, current, validate_choice
 from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
 from lightning_modules.maths.gates import GateKind, gate, gate_mean, gate_metrics, token_gap
-from lightning_modules.maths.schedules import Schedule
+from lightning_modules.maths.schedules import Coefficient, Schedule
 from lightning_modules.maths.self_distillation import (
     FORWARD_KL_CAP,
     SampledDivergence,
@@ -52,7 +52,7 @@ class SkillLoss(SkillTeacher):
             return None
         aux = self.auxiliary(micro, inputs)
         micro.algorithm.metrics.mean("train/loss_skills", aux.detach(), micro.weights.aggregation.sum())
-        return self.skills_coef * aux
+        return current(micro.algorithm, self.skills_coef) * aux
 
     def auxiliary(self, micro: MicroBatch, inputs: SkillInputs) -> Tensor:
         """Return the auxiliary loss, with gradient: a sum over the micro-batch's tokens times ``weights.aggregation``
@@ -96,7 +96,7 @@ class GatedSkills(SkillLoss):
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
         ema_decay: OpenUnitInterval = 0.99,
-        skills_coef: NonNegativeFloat = 0.01,
+        skills_coef: Coefficient = 0.01,
         gate: Gate = "gap",
         beta: NonNegativeFloat = 5.0,
         signal: Signal = "gate",
@@ -195,12 +195,12 @@ class SkillShares(SkillTeacher):
         rlsd_clip: UnitInterval = 0.2,
     ) -> None:
         super().__init__(skills, teacher_weights, ema_decay, skills_coef)
-        self.decay_iterations, self.rlsd_clip = decay_iterations, rlsd_clip
+        self.start, self.decay_iterations, self.rlsd_clip = skills_coef, decay_iterations, rlsd_clip
         self.reads_old_logprobs = self.learns
 
     def with_teacher(self, batch: RolloutBatch, advantages: Tensor, inputs: SkillInputs) -> tuple[Tensor, SkillInputs]:
         iteration = batch.algorithm.trainer.global_step + 1  # the released trainer counts from 1
-        share = Schedule(self.skills_coef, 0.0, self.decay_iterations)(iteration)
+        share = Schedule(self.start, 0.0, self.decay_iterations)(iteration)
         gap = token_gap(batch.scores.require("old_logprobs"), inputs.skill_teacher_logprobs)
         batch.algorithm.metrics.maximum("train/rlsd_share", share)
         return rlsd_advantages(advantages, gap, share, self.rlsd_clip), inputs

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from common import ranks
-from common.ranges import NonNegativeFloat, OpenUnitInterval
+from common.ranges import OpenUnitInterval
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
 from lightning_modules.advantage_transforms.teachers import SelfTeacher, TeacherWeights, averaging
 from lightning_modules.advantage_transforms.turns import turn_numbers
 from lightning_modules.batch import RowTensors
+from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import DType
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
 from rollout.protocols.text_protocol import control_tokens
@@ -54,7 +55,7 @@ class SkillTeacher(AdvantageTransform):
         teacher_weights: current (the policy as it is at the start of the iteration: as published), ema (their moving
             average) or fixed (the initial policy).
         ema_decay: of the moving average, per iteration.
-        skills_coef: weight of the teacher's signal; with 0 no teacher runs.
+        skills_coef: weight of the teacher's signal, a number or a ``Schedule``; with 0 no teacher runs.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class SkillTeacher(AdvantageTransform):
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
         ema_decay: OpenUnitInterval = 0.99,
-        skills_coef: NonNegativeFloat = 0.01,
+        skills_coef: Coefficient = 0.01,
     ) -> None:
-        if skills is None and skills_coef > 0:
+        if skills is None and not is_zero(skills_coef):
             raise ValueError("skills is null, but skills_coef is above 0; name skills, or set skills_coef to 0")
         self._skills, self.skills_coef = skills, skills_coef
         self.self_teacher = SelfTeacher(teacher_weights, ema_decay)
@@ -78,7 +79,7 @@ class SkillTeacher(AdvantageTransform):
 
     @property
     def learns(self) -> bool:
-        return self.skills_coef > 0
+        return not is_zero(self.skills_coef)
 
     @property
     def adds_loss(self) -> bool:

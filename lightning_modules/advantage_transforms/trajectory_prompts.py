@@ -56,7 +56,7 @@ class MadePrompts(RenderedPrompts):
     their prompts).
     """
 
-    def __init__(self, template: str, max_tokens: int) -> None:
+    def __init__(self, template: str, max_tokens: PositiveInt) -> None:
         super().__init__(template)
         self.max_tokens = max_tokens
 

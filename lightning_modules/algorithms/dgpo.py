@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.ranges import FiniteFloat, NonNegativeFloat
+from common.ranges import FiniteFloat
 from lightning_modules.advantage_transforms.distillation import IncorrectOnly
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.maths.losses import Estimator
+from lightning_modules.maths.schedules import Coefficient, is_zero
 
 
 class DGPO(PPO):
@@ -25,7 +26,7 @@ class DGPO(PPO):
     Args:
         policy: Hugging Face folder of the cold-started student; the critic starts from its body too.
         teacher: Hugging Face folder of the frozen teacher; it must share the student's tokenizer.
-        kl_coef: beta, weight of the KL.
+        kl_coef: beta, weight of the KL: a number, or a ``Schedule``.
         kl_in: whether the KL is a token reward (the paper) or a loss term (then ``kl_estimator`` k2 or k3).
         selective: whether only incorrect trajectories pay the KL.
         kl_estimator: k1 (the paper), k2 or k3.
@@ -36,7 +37,7 @@ class DGPO(PPO):
         self,
         policy: str,
         teacher: str,
-        kl_coef: NonNegativeFloat = 0.001,
+        kl_coef: Coefficient = 0.001,
         kl_in: Literal["reward", "loss"] = "reward",
         selective: bool = True,
         kl_estimator: Estimator = "k1",
@@ -49,6 +50,6 @@ class DGPO(PPO):
             kl_coef=kl_coef,
             kl_in=kl_in,
             kl_estimator=kl_estimator,
-            kl_weights=[IncorrectOnly(success_threshold)] if selective and kl_coef > 0 else None,
+            kl_weights=[IncorrectOnly(success_threshold)] if selective and not is_zero(kl_coef) else None,
             **kwargs,
         )

@@ -16,6 +16,7 @@ from lightning_modules.advantage_transforms.base import (
     MicroBatch,
     RolloutBatch,
     check_transforms,
+    current,
     validate_choice,
 )
 from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_means, turn_starts
@@ -23,6 +24,7 @@ from lightning_modules.batch import LogprobBatch, PolicyOutputs, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
 from lightning_modules.maths.losses import Aggregation, Estimator, LossInputs, Singleton, TokenWeights
+from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import DType
 from lightning_modules.training.on_policy import OnPolicyModule
 
@@ -68,7 +70,7 @@ class GRPO(OnPolicyModule):
     Args:
         policy: Hugging Face folder to start from.
         reference: folder of the frozen model for the KL; loaded only where ``kl_coef`` is above 0.
-        kl_coef: weight of the KL to the reference, a loss term; 0 for none.
+        kl_coef: weight of the KL to the reference, a loss term; 0 for none. A number, or a ``Schedule``.
         reference_kl_estimator: k2 or k3 (verl's low_var_kl, clamped to +-10; the default). k1 is refused because its
             expected gradient is zero. The option is refused with ``kl_coef`` 0.
         clip_low: how far below 1 the ratio may help.
@@ -81,7 +83,7 @@ class GRPO(OnPolicyModule):
             over the model's tokens of the whole batch and all ranks (verl's REINFORCE++ at gamma 1).
         singleton_advantage: advantage of the only trajectory of a group, because the others failed: zero, or its reward
             as in verl.
-        entropy_coef: weight of the entropy bonus.
+        entropy_coef: weight of the entropy bonus: a number, or a ``Schedule``.
         use_grpo: whether rewards enter; false for the transforms' signals only.
         ratio_denominator: pi_old of the clipped loss: trainer (computed before the update) or sampler (recorded in the
             trajectories).
@@ -97,7 +99,7 @@ class GRPO(OnPolicyModule):
         self,
         policy: str,
         reference: str | None = None,
-        kl_coef: NonNegativeFloat = 0.0,
+        kl_coef: Coefficient = 0.0,
         reference_kl_estimator: Estimator | None = None,
         clip_low: UnitInterval = 0.2,
         clip_high: NonNegativeFloat = 0.2,
@@ -106,7 +108,7 @@ class GRPO(OnPolicyModule):
         aggregation: Aggregation = "token_mean",
         advantage: Advantage = "std",
         singleton_advantage: Singleton = "zero",
-        entropy_coef: NonNegativeFloat = 0.0,
+        entropy_coef: Coefficient = 0.0,
         use_grpo: bool = True,
         ratio_denominator: Literal["trainer", "sampler"] = "trainer",
         ratio_level: RatioLevel = "token",
@@ -114,10 +116,10 @@ class GRPO(OnPolicyModule):
         teacher_dtype: DType = "float32",
         **kwargs,
     ) -> None:
-        super().__init__(policy=policy, reference=reference if kl_coef > 0 else None, critic=None, **kwargs)
-        if kl_coef > 0 and reference is None:
+        super().__init__(policy=policy, reference=None if is_zero(kl_coef) else reference, critic=None, **kwargs)
+        if not is_zero(kl_coef) and reference is None:
             raise ValueError(f"kl_coef is {kl_coef}, but there is no reference; name one, or set kl_coef to 0")
-        if kl_coef == 0 and reference_kl_estimator is not None:
+        if is_zero(kl_coef) and reference_kl_estimator is not None:
             raise ValueError(
                 f"reference_kl_estimator: {reference_kl_estimator} has no effect with kl_coef 0; leave it out"
             )
@@ -204,7 +206,7 @@ class GRPO(OnPolicyModule):
         """Return the rows with advantage 0, such as those of a group with equal rewards. None where the loss has other
         terms."""
         own = type(self).loss is not GRPO.loss or any(transform.adds_loss for transform in self.advantage_transforms)
-        if own or self.kl_coef > 0 or self.entropy_coef != 0:
+        if own or not is_zero(self.kl_coef) or not is_zero(self.entropy_coef):
             return ()
         return (inputs.advantages == 0).all(dim=1).nonzero()[:, 0].tolist()
 
@@ -224,9 +226,9 @@ class GRPO(OnPolicyModule):
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             clip_balanced=self.clip_balanced,
-            kl_coef=self.kl_coef,
+            kl_coef=current(self, self.kl_coef),
             kl_estimator=self.reference_kl_estimator,
-            entropy_coef=self.entropy_coef,
+            entropy_coef=current(self, self.entropy_coef),
         )
         old = now if inputs.old_logprobs is None else inputs.old_logprobs
         policy = self.add_losses(policy, MicroBatch(self, outputs, old, weights), inputs.transforms)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from common.ranges import NonNegativeFloat, PositiveFloat
+from common.ranges import PositiveFloat
 from lightning_modules.advantage_transforms.distillation import Distillation
 from lightning_modules.advantage_transforms.teacher_prompts import Privilege, PrivilegedPrompts
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import Mode, mode_weights
+from lightning_modules.maths.schedules import Coefficient, is_zero
 
 
 class OPSD(GRPO):
@@ -35,11 +36,11 @@ class OPSD(GRPO):
         privilege: Privilege = "answer",
         template: str | None = None,
         opd_mode: Mode = "uniform",
-        opd_coef: NonNegativeFloat = 1.0,
+        opd_coef: Coefficient = 1.0,
         adv_clamp: PositiveFloat | None = None,
         **kwargs,
     ) -> None:
         prompts, weights = PrivilegedPrompts(privilege, template), mode_weights(opd_mode, {})
-        distils = opd_mode != "none" and opd_coef != 0
+        distils = opd_mode != "none" and not is_zero(opd_coef)
         signal = [Distillation(policy, None, prompts, weights, opd_coef, adv_clamp)] if distils else []
         super().__init__(policy=policy, advantage_transforms=[*signal], **kwargs)

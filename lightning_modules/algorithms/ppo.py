@@ -16,6 +16,7 @@ from lightning_modules.advantage_transforms.base import (
     MicroBatch,
     RolloutBatch,
     check_transforms,
+    current,
     per_turn_prompts,
 )
 from lightning_modules.advantage_transforms.distillation import TurnWeighting, check_rows, weigh_turns
@@ -23,6 +24,7 @@ from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, Tok
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import gae, last_token, whiten
 from lightning_modules.maths.losses import Estimator, Singleton, TokenWeights, sampled_kl
+from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.training.on_policy import OnPolicyModule
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class PPO(OnPolicyModule):
     Args:
         policy: Hugging Face folder of the policy; the critic starts from its body too.
         reference: folder of the frozen model for the KL; loaded only where ``kl_coef`` is above 0. Null for no KL.
-        kl_coef: weight of the KL; 0 for none.
+        kl_coef: weight of the KL; 0 for none. A number, or a ``Schedule``.
         kl_in: whether the KL is a token reward (inside the return) or a loss term.
         kl_estimator: k1, k2 or k3; k1 in the loss is refused, since its gradient is zero in expectation.
         kl_weights: factors of the KL by turn or trajectory, such as ``distillation.IncorrectOnly`` (DGPO); none for 1.
@@ -68,7 +70,7 @@ class PPO(OnPolicyModule):
         clip_high: how far above 1 the ratio may help.
         dual_clip: bound on the loss of tokens with negative advantage; null for none.
         value_clip: how far a value may move from the old one; null for no clipping.
-        entropy_coef: weight of the entropy bonus.
+        entropy_coef: weight of the entropy bonus: a number, or a ``Schedule``.
         gamma: discount per model token.
         lam: GAE's lambda.
         as_released: follow the released code: GAE, whitening and value loss over all response tokens, retrieved tokens
@@ -85,7 +87,7 @@ class PPO(OnPolicyModule):
         self,
         policy: str,
         reference: str | None = None,
-        kl_coef: NonNegativeFloat = 0.001,
+        kl_coef: Coefficient = 0.001,
         kl_in: Literal["reward", "loss"] = "reward",
         kl_estimator: Estimator = "k1",
         kl_weights: list[TurnWeighting] | None = None,
@@ -94,13 +96,13 @@ class PPO(OnPolicyModule):
         clip_high: NonNegativeFloat = 0.2,
         dual_clip: AboveOne | None = None,
         value_clip: PositiveFloat | None = 0.5,
-        entropy_coef: NonNegativeFloat = 0.001,
+        entropy_coef: Coefficient = 0.001,
         gamma: UnitInterval = 1.0,
         lam: UnitInterval = 1.0,
         as_released: bool = False,
         **kwargs,
     ) -> None:
-        loaded = reference if kl_coef > 0 else None
+        loaded = None if is_zero(kl_coef) else reference
         if kl_in == "loss" and kl_estimator == "k1" and loaded is not None:
             raise ValueError("kl_in: loss with kl_estimator: k1 has a gradient of zero mean; take k2 or k3")
         if kl_weights and (loaded is None or any(weight.reads_advantages for weight in kl_weights)):
@@ -135,7 +137,7 @@ class PPO(OnPolicyModule):
         KL."""
         totals = batch.mask.new_tensor([t.reward.total for t in trajectories if t.reward is not None])
         rewards = totals[:, None] * last_token(self._mdp_tokens(batch))
-        return rewards if kl_BT is None else rewards - self.kl_coef * kl_BT
+        return rewards if kl_BT is None else rewards - current(self, self.kl_coef) * kl_BT
 
     def _mdp_tokens(self, batch: TokenBatch) -> Tensor:
         """Return a mask [B, T] of the tokens that PPO treats as actions: the model's own, or all response tokens with
@@ -181,11 +183,12 @@ class PPO(OnPolicyModule):
         clip = (self.clip_low, self.clip_high)
         tokens = (outputs.logprobs, inputs.old_logprobs, inputs.advantages)
         policy, _ = losses.ppo_clip_loss(*tokens, weights.product, *clip, self.dual_clip)
-        if self.entropy_coef:
-            policy = policy - self.entropy_coef * losses.masked_sum(outputs.entropy, weights.aggregation)[0]
+        if not is_zero(self.entropy_coef):
+            entropy, _ = losses.masked_sum(outputs.entropy, weights.aggregation)
+            policy = policy - current(self, self.entropy_coef) * entropy
         if inputs.reference_logprobs is not None and inputs.kl_weights is not None:
             kl = sampled_kl(outputs.logprobs, inputs.reference_logprobs, self.kl_estimator)
-            policy = policy + self.kl_coef * losses.masked_sum(kl, inputs.kl_weights)[0]
+            policy = policy + current(self, self.kl_coef) * losses.masked_sum(kl, inputs.kl_weights)[0]
         policy = self.add_losses(policy, MicroBatch(self, outputs, inputs.old_logprobs, weights), inputs.transforms)
         values = (outputs.require("values"), inputs.old_values, inputs.returns)
         value, _ = losses.value_loss(*values, inputs.value_mask, self.value_clip)

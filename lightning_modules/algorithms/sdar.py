@@ -13,6 +13,7 @@ from lightning_modules.advantage_transforms.skill_signals import (
 from lightning_modules.advantage_transforms.skill_teacher import TeacherWeights
 from lightning_modules.advantage_transforms.turns import TurnAdvantages
 from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.maths.schedules import Coefficient
 from lightning_modules.maths.turn_advantages import Statistics
 from rollout.skills.injection import Skills
 
@@ -55,7 +56,7 @@ class SDAR(GRPO):
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
         ema_decay: OpenUnitInterval = 0.99,
-        skills_coef: NonNegativeFloat = 0.01,
+        skills_coef: Coefficient = 0.01,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
         **kwargs,
@@ -86,7 +87,7 @@ class SkillSD(GRPO):
         skills: Skills | None = None,
         teacher_weights: TeacherWeights = "current",
         ema_decay: OpenUnitInterval = 0.99,
-        skills_coef: NonNegativeFloat = 0.001,
+        skills_coef: Coefficient = 0.001,
         group_statistics: Statistics = "rows",
         invalid_coef: NonNegativeFloat = 0.0,
         **kwargs,

@@ -18,6 +18,7 @@ from lightning_modules.advantage_transforms.distillation import (
     TurnWeighting,
 )
 from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 Mode = Literal["none", "uniform", "divergence_ratio", "gated", "decay_after_error", "mask_after_error"]
@@ -55,7 +56,7 @@ class SOD(GRPO):
         teacher: folder of the frozen teacher; it must share the student's tokenizer.
         teacher_server: a teacher behind HTTP, instead of ``teacher``.
         opd_mode: weights of the signal by turn, see above.
-        opd_coef: weight of the distillation signal beside the group advantage.
+        opd_coef: weight of the distillation signal beside the group advantage: a number, or a ``Schedule``.
         delta: how far above 1 a turn's weight may get; null for no bound.
         epsilon: keeps the ratio of divergences finite.
         adv_clamp: bound on |T - S| of a token in the advantage, see ``Distillation``. Null for none.
@@ -73,7 +74,7 @@ class SOD(GRPO):
         teacher: str | None = None,
         teacher_server: RemoteTeacher | None = None,
         opd_mode: Mode = "divergence_ratio",
-        opd_coef: NonNegativeFloat = 1.0,
+        opd_coef: Coefficient = 1.0,
         delta: NonNegativeFloat | None = 0.2,
         epsilon: PositiveFloat = 1e-6,
         adv_clamp: PositiveFloat | None = None,
@@ -90,13 +91,13 @@ class SOD(GRPO):
         changed = {name: given[name] for name in options if given[name] != defaults[name].default}
         weights = mode_weights(opd_mode, changed)
         transforms: list[AdvantageTransform] = []
-        if opd_mode != "none" and opd_coef > 0:
+        if opd_mode != "none" and not is_zero(opd_coef):
             if teacher is None and teacher_server is None:
                 raise ValueError(f"opd_mode is {opd_mode}, but there is no teacher; name one, or take opd_mode: none")
             transforms = [Distillation(teacher, teacher_server, None, weights, opd_coef, adv_clamp)]
         elif changed or adv_clamp is not None:  # a teacher may stay named: none is loaded
             names = sorted([*changed] if adv_clamp is None else [*changed, "adv_clamp"])
-            raise ValueError(f"{', '.join(names)}: no effect with opd_coef {opd_coef:g} and opd_mode {opd_mode}")
+            raise ValueError(f"{', '.join(names)}: no effect with opd_coef {opd_coef} and opd_mode {opd_mode}")
         super().__init__(policy=policy, advantage_transforms=transforms, **kwargs)
         if teacher_server is not None:  # checkpoints hold plain types only
             self.save_hyperparameters({"teacher_server": repr(teacher_server)})

@@ -37,9 +37,11 @@ NEGATIVE = {
     "AEPO.entropy_weight", "AEPOSampler.monitor_weight", "BranchingSampler.entropy_weight",
     "CommandProgram.failure_reward", "DGPO.success_threshold", "PythonProgram.failure_reward",
     "Decoding.top_k", "EntropyScaling.weight", "ExactMatchReward.format_score", "GymnasiumText.success_return",
+    "AttemptPrompts.success_threshold", "LessonPrompts.success_threshold",
     "IncorrectOnly.success_threshold", "OpenEnv.success_return", "VerifiersProgram.failure_reward",
 }  # fmt: skip
 ZERO_INTEGERS = {
+    "after",
     "bucket_batches", "cache_size", "critic_warmup_steps", "entropy_tokens", "held_out", "lcb_examples", "max_calls",
     "max_off_policy_iterations", "max_turns", "persistence_threshold", "restarts", "retries", "seed", "test_unseen",
     "LocalSandbox.threads", "train_every", "warm", "warmup_steps", "window",

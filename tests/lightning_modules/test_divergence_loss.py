@@ -4,20 +4,23 @@ import dataclasses
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonargparse import ArgumentError
 
 from lightning_modules.advantage_transforms.distillation import DivergenceRatio, IncorrectOnly
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.teachers import SelfTeacher
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.batch import collate
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate
 from lightning_modules.maths.divergences import make_divergence, with_rest
 from lightning_modules.maths.schedules import Schedule
 from lightning_modules.models.policy import load_causal_lm
 from lightning_modules.training import optimisation
 from tests.lightning_modules.helpers import fit, make_group
+from tests.lightning_modules.test_configuration import parse
 
 NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
 V = 400  # of the fixtures' models
@@ -274,6 +277,42 @@ def test_a_schedule_by_hand():
     assert [wave(i) for i in (0, 1, 2, 3, 4, 9)] == pytest.approx(
         [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0, 0]
     )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option", "rest"),
+    [
+        ("grpo.GRPO", "kl_coef", {"reference": "r"}),
+        ("grpo.GRPO", "entropy_coef", {}),
+        ("ppo.PPO", "kl_coef", {"reference": "r"}),
+        ("dgpo.DGPO", "kl_coef", {"teacher": "t"}),
+        ("sod.SOD", "opd_coef", {"teacher": "t"}),
+        ("opsd.OPSD", "opd_coef", {}),
+    ],
+)
+def test_coefficients_take_a_number_or_a_schedule(algorithm, option, rest):
+    falls = {"start": 1.0, "end": 0.5, "iterations": 3}
+    module = parse(algorithm, policy="p", **rest, **{option: falls})
+    found = module.advantage_transforms[0].coef if option == "opd_coef" else getattr(module, option)
+    assert found == Schedule(1.0, 0.5, 3)
+    for wrong in (-1.0, {**falls, "start": -1.0}, {**falls, "iterations": 0}, {**falls, "shape": "steps"}):
+        with pytest.raises(ArgumentError):
+            parse(algorithm, policy="p", **rest, **{option: wrong})
+
+
+def test_a_falling_kl_and_a_rising_entropy_bonus(model_dir, teacher_dir):
+    """The loss of iteration 1 of 2, from the loss with constant coefficients."""
+    batch = collate(rows())
+    old = -torch.rand(batch.mask.shape) * batch.mask
+    scores = LogprobBatch(old, reference_logprobs=2 * old)
+    outputs = PolicyOutputs(old * 0.9, -old, None)
+    found = []
+    for kl, entropy in ((Schedule(0.4, 0.0, 2), Schedule(0.0, 0.1, 2)), (0.2, 0.05)):
+        module = GRPO("p", "r", kl_coef=kl, entropy_coef=entropy)
+        module._trainer = SimpleNamespace(global_step=1)
+        inputs = module.compute_advantages(rows(), batch, scores)
+        found.append(module.loss(outputs, batch, inputs, module.token_weights(batch, scores))["policy"])
+    assert torch.equal(*found)
 
 
 def test_a_coefficient_follows_the_iteration_also_after_a_resume(model_dir, teacher_dir, gradients, tmp_path):
