@@ -5,9 +5,11 @@
 Each form runs the output layers and the loss, forward and backward, on given hidden states of 1,024 dimensions in
 float32, as a micro-batch of ``DivergenceLoss`` does:
 
-* sampled token: its log-prob and the entropy, as every policy loss;
+* sampled token: its log-prob, and the entropy for the log, as a policy loss without an entropy bonus;
 * top-k: these, and the reverse KL over the k likeliest tokens of a teacher and the rest;
 * whole vocabulary: these, and the reverse KL over all tokens, from the teacher's hidden states.
+
+The teacher's own pass before the update is in none of them.
 
 Each measurement is a separate process. The output is the median of seconds, and the rise of the memory's peak; both
 also as a ratio to the sampled token's.
@@ -36,7 +38,7 @@ HIDDEN = 1024
 
 
 def sampled(hidden: Tensor, head: LMHead, targets: Tensor, *_: object) -> Tensor:
-    return head(hidden, TokenStatistics(entropy=True), (targets,)).sum()
+    return head(hidden, TokenStatistics(entropy=True), (targets,))[:, 0].sum()  # the entropy is logged only
 
 
 def top_k(hidden: Tensor, head: LMHead, targets: Tensor, teacher: LMHead, states: Tensor, k: int) -> Tensor:

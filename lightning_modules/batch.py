@@ -86,10 +86,29 @@ class TokenRows(RowTensors):
         found[mask != 0] = self.joined[:, number].float()
         return found
 
+    def beside(self, other: TokenRows) -> TokenRows:
+        """Return the values of both for each token, one after the other."""
+        rows = (torch.cat(pair, dim=1) for pair in zip(self.by_row, other.by_row, strict=True))
+        return TokenRows(tuple(rows), torch.cat([self.none, other.none], dim=1))
+
     def columns(self, first: int, last: int | None, dtype: torch.dtype | None = None) -> TokenRows:
         """Return the values from number ``first`` to before ``last`` of each token, in another type if one is named."""
-        kept = [rows[:, first:last].to(dtype or rows.dtype) for rows in (self.none, *self.by_row)]
-        return TokenRows(tuple(kept[1:]), kept[0])
+        return self.mapped(lambda rows: rows[:, first:last].to(dtype or rows.dtype, copy=True))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> TokenRows:
+        """Return the values of ``function`` of each row [n_b, ...]."""
+        return TokenRows(tuple(map(function, self.by_row)), function(self.none))
+
+
+def without_token_rows(rows: Any) -> Any:
+    """Return a copy of a dataclass of tensors in which ``TokenRows``, which may be large, are None."""
+    if isinstance(rows, TokenRows):
+        return None
+    if isinstance(rows, tuple):
+        return tuple(without_token_rows(one) for one in rows)
+    if not isinstance(rows, RowTensors):
+        return rows
+    return dataclasses.replace(cast("Any", rows), **{name: without_token_rows(value) for name, value in _fields(rows)})
 
 
 def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
@@ -98,8 +117,6 @@ def tensors_BT(rows: RowTensors) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in _fields(rows):
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, TokenRows):
-                continue
             if isinstance(one, RowTensors):
                 found |= tensors_BT(one)
             elif isinstance(one, Tensor) and one.dim() == 2 and one.is_floating_point():
@@ -238,7 +255,7 @@ class LogprobBatch(Scored, RowTensors):
     """Log-probs, values and entropies of a rollout batch before the update; [B, T] float32, no gradient."""
 
     old_logprobs: Tensor | None  # of the policy before the update, where batch.mask is 1, or None
-    teacher_logprobs: Tensor | None = None  # of the first teacher of an advantage transform, where batch.mask is 1
+    teacher_logprobs: Tensor | None = None  # of each row's first teacher, where batch.mask is 1; 0 in rows without one
     reference_logprobs: Tensor | None = None  # of the frozen model of the KL, where batch.mask is 1
     values: Tensor | None = None  # of the critic, at every position
     entropy: Tensor | None = None  # nats, of the policy before the update, where batch.mask is 1

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 QUESTIONS = 64
 CALLBACKS = ("RankWatch", "Progress", "WeightSync", "Evaluation", "TrajectoryLog")  # kept in the tests
-DISTILLS = ("lightning_modules.algorithms.sod.SOD", "lightning_modules.advantage_transforms.distillation.Distillation")
+DISTILLS = (
+    "lightning_modules.algorithms.sod.SOD",
+    "lightning_modules.advantage_transforms.distillation.Distillation",
+    "lightning_modules.advantage_transforms.divergence_loss.DivergenceLoss",
+    "lightning_modules.advantage_transforms.dual_distillation.DualDistillation",
+)
 FORKS = "rollout.samplers.branching."
 ALLOW = option("--allow", default="", metavar="GATES", help="names of gates that may fail, separated by commas")
 

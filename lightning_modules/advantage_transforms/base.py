@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch, TokenRows
@@ -80,6 +81,7 @@ class RolloutBatch:
     trajectories: Sequence[Trajectory]  # the rows of ``tokens``
     tokens: TokenBatch
     scores: LogprobBatch
+    outcome: Tensor | None = None  # [B, T], the outcome's advantages, before other signals; None in ``assign_credit``
 
     def judged(self, transform: AdvantageTransform) -> Any:
         """Return what ``judge`` of a transform of the algorithm has returned."""
@@ -116,6 +118,24 @@ def per_turn_prompts(data: Any) -> bool:
     """Return whether the data module's protocol renders a new prompt for every turn. Each turn is then a row of the
     batch."""
     return getattr(getattr(getattr(data, "rollouts", None), "protocol", None), "per_turn_prompts", False)
+
+
+def first_teacher(judged: Sequence[Any]) -> Tensor | None:
+    """Return the log-probs [B, T] of the first teacher that judged each row, from what ``judge`` of all transforms
+    returned; None without a teacher."""
+    found: Tensor | None = None
+    for one in reversed([one for one in judged if one is not None and hasattr(one, "logprobs")]):
+        found = one.logprobs if found is None else torch.where(one.rows_judged[:, None] > 0, one.logprobs, found)
+    return found
+
+
+def check_defaults(algorithm: Algorithm, name: str) -> None:
+    """Raise ValueError for options of GRPO's advantages, which a transform that replaces them would ignore."""
+    if algorithm.advantage != "std" or algorithm.singleton_advantage != "zero":
+        raise ValueError(
+            f"advantage is {algorithm.advantage} and singleton_advantage {algorithm.singleton_advantage}, but {name} "
+            "computes advantages in its own way; leave both out"
+        )
 
 
 def current(algorithm: Algorithm, coefficient: float | Schedule) -> float:
@@ -164,8 +184,8 @@ class AdvantageTransform(ConfigRepr):
         (``OnPolicyModule.check_data``)."""
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
-        """Return the folder and dtype of each frozen model that the transform needs, by the algorithm's attribute. Two
-        kinds of transforms never share an attribute."""
+        """Return the folder and dtype of each frozen model that the transform needs, by the algorithm's attribute.
+        Transforms that share an attribute load one model."""
         return {}
 
     def build(self, algorithm: Algorithm) -> None:
@@ -175,9 +195,9 @@ class AdvantageTransform(ConfigRepr):
             setattr(algorithm, name, algorithm.load_frozen(folder, dtype))
 
     def judge(self, algorithm: Algorithm, trajectories: Sequence[Trajectory], batch: TokenBatch) -> RowTensors | None:
-        """Return what the transform's teacher says of the rollout batch, or None without a teacher: ``transform`` finds
-        it by ``RolloutBatch.judged``. A field ``logprobs`` [B, T] (of the sampled tokens) is shown on trajectory
-        pages. Every rank calls."""
+        """Return what the transform's teacher says of the rollout batch, or None without a teacher. ``transform`` finds
+        it by ``RolloutBatch.judged``; trajectory pages show its fields ``logprobs`` [B, T] (of the sampled tokens) and
+        ``rows_judged`` [B]. Every rank calls."""
         return None
 
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:

@@ -451,7 +451,7 @@ class Distillation(TaughtTransform):
         judged = batch.judged(self)
         tokens = dataclasses.replace(batch.tokens, mask=batch.tokens.mask * judged.rows_judged[:, None])
         student, teacher, mask = batch.scores.require("old_logprobs"), judged.logprobs, tokens.mask
-        weighted = weigh_turns(self.weights, batch.trajectories, tokens, student, teacher, advantages)
+        weighted = weigh_turns(self.weights, batch.trajectories, tokens, student, teacher, batch.outcome)
         log_ratio = (teacher - student) * mask
         signal = log_ratio if self.adv_clamp is None else log_ratio.clamp(-self.adv_clamp, self.adv_clamp)
         coef = current(batch.algorithm, self.coef)

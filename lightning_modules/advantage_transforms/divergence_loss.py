@@ -35,9 +35,9 @@ from lightning_modules.maths.divergences import (
     with_rest,
 )
 from lightning_modules.maths.losses import importance_ratio, masked_sum
-from lightning_modules.maths.schedules import Coefficient, is_zero
+from lightning_modules.maths.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.models.policy import gathered, hidden_before, output_head, partitioned, positions, scatter
-from lightning_modules.models.projection import Reading, TokenStatistics, TopTokens
+from lightning_modules.models.projection import GivenTokens, Reading, TokenStatistics, TopTokens
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class DivergenceLoss(TaughtTransform):
 
     It sees the distribution where ``Distillation`` sees the sampled token: of the ``top_k`` likeliest tokens, or of the
     whole vocabulary (``top_k: null``). What the teacher says is computed before the update; of the student only the
-    tokens are fixed, not their probabilities. With ``use_grpo: false`` it is the only loss.
+    tokens are fixed, not their probabilities. With ``use_grpo: false`` the outcome has no part in the loss.
 
     The whole vocabulary takes the teacher's hidden states of the rollout batch, and the student's output layer once
     more; top-k takes 8 bytes times K for each token.
 
-    Logged: ``train/divergence`` (mean over judged tokens, nats), ``train/teacher_mass`` and ``train/student_mass``
-    (probability of the K tokens), ``train/judged_tokens`` (share of the sampled tokens). With a name they are
-    ``train/NAME/...``.
+    Logged: ``train/divergence`` (mean over tokens whose weight is not 0, nats), ``train/teacher_mass`` and
+    ``train/student_mass`` (probability of the K tokens, likewise), ``train/judged_tokens`` (share of the sampled
+    tokens), ``train/divergence_coef`` (of a schedule). With a name they are ``train/NAME/...``.
 
     Args:
         teacher: folder of the frozen teacher; it must share the student's tokenizer.
@@ -158,7 +158,7 @@ class DivergenceLoss(TaughtTransform):
         judged = torch.ones(len(own.lengths), device=own.mask.device)
         if self.server is not None:
             with ranks.stop_together():
-                logprobs, ids, support = self.server.score_top(read, self.support_size)
+                logprobs, ids, support = self.server.score_top(read, self.support_size, rows_of(algorithm.policy))
             return Judged(logprobs.column(0, own.mask), judged, ids, support)
         model, chunk, temperature = self.model(algorithm), algorithm.logits_chunk, algorithm.temperature
         if self.top_k is None:
@@ -169,33 +169,27 @@ class DivergenceLoss(TaughtTransform):
             return Judged(scatter(logprobs[:, 0], positions(own.mask), own.mask), judged, hidden=hidden)
         size = min(rows_of(model), rows_of(algorithm.policy))
         k = min(self.top_k, size)
+        top = TopTokens(k, size, temperature)
         ids: TokenRows | None = None
         if self.support != "student":
-            found = self._top(algorithm, model, read, TopTokens(k, size, temperature))
-            ids = found.columns(1 + k, None, torch.int32)
+            logprobs, ids, support = top_of(algorithm, model, read, top)
             if self.support == "teacher":
-                return Judged(found.column(0, own.mask), judged, ids, found.columns(1, 1 + k))
-        likely = self._top(algorithm, algorithm.policy, own, TopTokens(k, size, temperature))
-        ids = union(ids, likely.columns(1 + k, None, torch.int32))
-        found = self._at(algorithm, model, read, ids)
+                return Judged(logprobs.column(0, own.mask), judged, ids, support)
+        _, likely, _ = top_of(algorithm, algorithm.policy, own, top)
+        ids = union(ids, likely)
+        found = self._at(algorithm, model, read, ids, size)
         return Judged(found.column(0, own.mask), judged, ids, found.columns(1, None))
 
-    def _top(self, algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, top: TopTokens) -> TokenRows:
-        def function(micro: TokenBatch, _: Sequence[int]) -> Tensor:
-            at = positions(micro.mask)
-            hidden = hidden_before(model, micro, at)
-            return output_head(model)(hidden, top, (micro.input_ids[at],), algorithm.logits_chunk)
-
-        return algorithm.values_of(batch, function)
-
-    def _at(self, algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, ids: TokenRows) -> TokenRows:
-        statistics = TokenStatistics(algorithm.temperature)
+    def _at(
+        self, algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, ids: TokenRows, size: int
+    ) -> TokenRows:
+        given = GivenTokens(size, algorithm.temperature)
 
         def function(micro: TokenBatch, group: Sequence[int]) -> Tensor:
             at = positions(micro.mask)
             others = ids.rows(group, 0).joined.clamp(min=0).long()
             targets = torch.cat([micro.input_ids[at][:, None], others], dim=1)
-            return output_head(model)(hidden_before(model, micro, at), statistics, (targets,), algorithm.logits_chunk)
+            return output_head(model)(hidden_before(model, micro, at), given, (targets,), algorithm.logits_chunk)
 
         return algorithm.values_of(batch, function)
 
@@ -203,10 +197,13 @@ class DivergenceLoss(TaughtTransform):
     def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
         judged: Judged = batch.judged(self)
         tokens = dataclasses.replace(batch.tokens, mask=batch.tokens.mask * judged.rows_judged[:, None])
-        weights = current(batch.algorithm, self.coef) * tokens.mask
+        coef = current(batch.algorithm, self.coef)
+        if isinstance(self.coef, Schedule):
+            batch.algorithm.metrics.maximum(self.metric("divergence_coef"), coef)
+        weights = coef * tokens.mask
         if self.weights:
             models = (batch.scores.require("old_logprobs"), judged.logprobs)
-            weights = weights * weigh_turns(self.weights, batch.trajectories, tokens, *models, advantages).weights_BT
+            weights = weights * weigh_turns(self.weights, batch.trajectories, tokens, *models, batch.outcome).weights_BT
         batch.algorithm.metrics.mean(self.metric("judged_tokens"), tokens.mask.sum(), batch.tokens.mask.sum())
         return advantages, DivergenceInputs(weights, judged.ids, judged.support, judged.hidden)
 
@@ -239,7 +236,7 @@ class DivergenceLoss(TaughtTransform):
             student, teacher = (x.masked_fill(again, LOGIT_FLOOR) for x in (student, teacher))
             for name, logprobs in (("student_mass", student), ("teacher_mass", teacher)):
                 mean(self.metric(name), (logprobs.detach().exp().sum(-1) * judged).sum(), judged.sum())
-            whole = student.shape[1] >= rows_of(micro.algorithm.policy)
+            whole = (self.top_k or 0) >= rows_of(micro.algorithm.policy)  # then there are no others
             rest: Rest = "left_out" if whole else self.rest
             values = self._divergence(with_rest(student, rest), with_rest(teacher, rest), normalised=True)
         mean(self.metric("divergence"), (values.detach() * judged).sum(), judged.sum())
@@ -248,6 +245,20 @@ class DivergenceLoss(TaughtTransform):
             ratio = importance_ratio(micro.outputs.logprobs.detach(), micro.old_logprobs)
             values = values * ratio.clamp(max=self.ratio_cap)
         return masked_sum(values, inputs.divergence_weights * micro.weights.aggregation)[0]
+
+
+def top_of(
+    algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, top: TopTokens
+) -> tuple[TokenRows, TokenRows, TokenRows]:
+    """Return a model's log-probs of the sampled tokens [n, 1], its k likeliest tokens at each [n, k] int32, and their
+    log-probs [n, k]. Every rank must call."""
+
+    def function(micro: TokenBatch, _: Sequence[int]) -> Tensor:
+        at = positions(micro.mask)
+        return output_head(model)(hidden_before(model, micro, at), top, (micro.input_ids[at],), algorithm.logits_chunk)
+
+    found, k = algorithm.values_of(batch, function), top.k
+    return found.columns(0, 1), found.columns(1 + k, None, torch.int32), found.columns(1, 1 + k)
 
 
 def whole_divergence(

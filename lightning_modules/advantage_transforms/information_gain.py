@@ -13,11 +13,13 @@ from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,
     RolloutBatch,
+    check_defaults,
     per_turn_prompts,
     plays_programs,
     validate_choice,
 )
 from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_starts
+from lightning_modules.advantage_transforms.teacher_prompts import positions_of
 from lightning_modules.batch import token_batch
 from lightning_modules.maths.turn_advantages import Pool, information_gain_advantages
 
@@ -35,12 +37,13 @@ class InformationGain(AdvantageTransform):
         v(h) = mean over the gold answer's tokens of log p(token | h, opening), or its exponential
 
     h_0 is the prompt, h_k ends with what turn k read. The policy reads the gold answer after each h; it is the policy
-    before the update, without gradient. A task without a golden answer has no gains.
+    before the update, without gradient. A task without a golden answer has no gains, nor has a trajectory that would
+    exceed the model's positions with it: its outcome alone counts.
 
     Costs a forward pass over the prompt and over every beginning of each trajectory.
 
-    Logged: ``train/information_gain`` (mean of turns), ``train/gold_logprob/turn<k>`` (mean v as log-prob before turn
-    k + 1; k up to 8).
+    Logged: ``train/information_gain`` (mean over turns that have a gain), ``train/gold_logprob/turn<k>`` (mean v as
+    log-prob after turn k, from 0, the prompt, to 7).
 
     Args:
         gain: differences of log_prob (the released script) or prob (the paper's first version).
@@ -50,7 +53,7 @@ class InformationGain(AdvantageTransform):
         closing: text after it.
     """
 
-    needs_groups = True
+    needs_outcome = needs_groups = True
     replaces_credit = True
     reads_old_logprobs = False
     SHOWN = 8
@@ -66,6 +69,9 @@ class InformationGain(AdvantageTransform):
         self.gain: Gain = validate_choice("gain", gain, Gain)
         self.pool: Pool = validate_choice("pool", pool, Pool)
         self.gamma, self.opening, self.closing = gamma, opening, closing
+
+    def check(self, algorithm: Algorithm) -> None:
+        check_defaults(algorithm, type(self).__name__)
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         """Refuse rows that are single turns, and questions that have no answer."""
@@ -83,15 +89,16 @@ class InformationGain(AdvantageTransform):
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories, tokens, metrics = batch.trajectories, batch.tokens, batch.algorithm.metrics
         values = self.gold_logprobs(batch.algorithm, trajectories, tokens.mask.device)
-        gains = []
+        gains, known = [], []
         for t, found in zip(trajectories, values, strict=True):
             shown = found if self.gain == "log_prob" else [float(torch.tensor(v).exp()) for v in found]
             own = [after - before for before, after in zip(shown, shown[1:], strict=False)]
+            known += own
             gains.append(own or [0.0] * (len(_turns(t)) - 1))
         for k in range(self.SHOWN):
             reached = [found[k] for found in values if len(found) > k]
             metrics.mean(f"train/gold_logprob/turn{k}", sum(reached), len(reached))
-        metrics.mean("train/information_gain", sum(map(sum, gains)), sum(map(len, gains)))
+        metrics.mean("train/information_gain", sum(known), len(known))
         outcomes = [t.reward.total for t in trajectories if t.reward is not None]
         groups = [t.group for t in trajectories]
         by_turn = information_gain_advantages(gains, outcomes, groups, self.gamma, self.pool)
@@ -107,12 +114,15 @@ class InformationGain(AdvantageTransform):
     ) -> list[list[float]]:
         """Return for each trajectory the mean log-prob of the gold answer's tokens after the prompt, and after every
         turn but the last; nothing for a task without a golden answer. Every rank must call."""
-        tokenizer = algorithm.data.rollouts.protocol.tokenizer
+        tokenizer, limit = algorithm.data.rollouts.protocol.tokenizer, positions_of(algorithm)
         rows: dict[tuple[tuple[int, ...], str], tuple[Sequence[int], Sequence[int], Sequence[float]]] = {}
         wanted: list[list[tuple[tuple[int, ...], str]]] = []
         for t in trajectories:
             gold, keys = _gold(t.task), []
             ends = [0, *(turn.observation_end for turn in _turns(t)[:-1])] if gold else []
+            longest = len(t.prompt_ids) + max(ends, default=0) + len(self._answer(tokenizer, gold)[0])
+            if limit is not None and longest > limit:
+                ends = []
             for end in ends:
                 before = (*t.prompt_ids, *t.response_ids[:end])
                 keys.append((before, gold))

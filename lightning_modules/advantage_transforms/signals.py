@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_modules.advantage_transforms.attribution import EntropyScaling, HardAttribution
+from lightning_modules.advantage_transforms.attribution import EntropyScaling, HardAttribution, OutcomeScale
 from lightning_modules.advantage_transforms.distillation import (
     AdvantageGate,
     DecayAfterError,
@@ -23,17 +23,26 @@ from lightning_modules.advantage_transforms.distillation import (
     DivergenceRatio,
     IncorrectOnly,
     MaskAfterError,
+    UncertainTurns,
     divergence_ratios,
     turns_after_error,
 )
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
+from lightning_modules.advantage_transforms.dual_distillation import DualDistillation, regimes_of
+from lightning_modules.advantage_transforms.information_gain import InformationGain
 from lightning_modules.advantage_transforms.skill_signals import GatedSkills, SkillImportanceKL, SkillShares
+from lightning_modules.advantage_transforms.tree_advantages import TreeAdvantages
 from lightning_modules.advantage_transforms.turns import StateAdvantages, TurnAdvantages
 from lightning_modules.maths.advantages import rlsd_advantages, shared_token_advantages, whiten
 from lightning_modules.maths.divergences import make_divergence
 from lightning_modules.maths.gates import gate
 from lightning_modules.maths.self_distillation import divergence_weights, skill_sd_loss
-from lightning_modules.maths.turn_advantages import gigpo_advantages, turn_advantages
+from lightning_modules.maths.turn_advantages import (
+    gigpo_advantages,
+    information_gain_advantages,
+    tree_values,
+    turn_advantages,
+)
 
 
 class Signal(NamedTuple):
@@ -52,13 +61,22 @@ BY_TURN = {
     "incorrect only": Signal("w = [score < threshold]", IncorrectOnly, IncorrectOnly.__call__),
     "advantage gate": Signal("w = b0 + (b1 - b0) sigmoid(-gamma A)", AdvantageGate, AdvantageGate.__call__),
     "decay after error": Signal("w = decay^max(k - k_err, 0)", DecayAfterError, turns_after_error),
+    "uncertain turns": Signal(
+        "w_k = 1 - (1 - d_k) (1 - h_k), scaled in the trajectory", UncertainTurns, UncertainTurns.__call__
+    ),
+    "information gain": Signal(
+        "A = sum of gamma^j z, z: gains of log p(gold)", InformationGain, information_gain_advantages
+    ),
+    "tree": Signal("A = V(turn), a mean over the turns that follow", TreeAdvantages, tree_values),
     "mask after error": Signal("w = [k <= k_err]", MaskAfterError, turns_after_error),
 }
 BY_TOKEN = {
     "log-ratio": Signal("A += coef w (T - S)", Distillation, Distillation.transform),
     "divergence": Signal("loss coef w D(T, S), of top-k or all tokens", DivergenceLoss, make_divergence),
+    "dual": Signal("loss coef w D(T or P, S), T or P by |T - P| and who is surer", DualDistillation, regimes_of),
     "shared tokens": Signal("A = mean A of the branches that share it", HardAttribution, shared_token_advantages),
     "entropy": Signal("A *= 1 + weight z, z = whitened entropy", EntropyScaling, whiten),
+    "outcome scale": Signal("A *= coef, such as a schedule", OutcomeScale, OutcomeScale.assign_credit),
     "skill shares": Signal("A *= 1 - lam + lam clip(exp(sign(A) (T - S)))", SkillShares, rlsd_advantages),
     "gated skills": Signal("loss g (T - S), g = sigmoid(beta (T - S))", GatedSkills, gate),
     "gated divergence": Signal("loss -g w S, w = u f'(u) - f(u), u = exp(T - S)", GatedSkills, divergence_weights),

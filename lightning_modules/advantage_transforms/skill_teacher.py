@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import OpenUnitInterval
-from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
 from lightning_modules.advantage_transforms.teachers import SelfTeacher, TeacherWeights, averaging
 from lightning_modules.advantage_transforms.turns import turn_numbers
@@ -68,7 +68,7 @@ class SkillTeacher(AdvantageTransform):
         if skills is None and not is_zero(skills_coef):
             raise ValueError("skills is null, but skills_coef is above 0; name skills, or set skills_coef to 0")
         self._skills, self.skills_coef = skills, skills_coef
-        self.self_teacher = SelfTeacher(teacher_weights, ema_decay)
+        self.self_teacher = SelfTeacher(validate_choice("teacher_weights", teacher_weights, TeacherWeights), ema_decay)
         self._count: CountTokens | None = None
 
     @property

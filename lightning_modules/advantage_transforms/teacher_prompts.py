@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightning_modules.advantage_transforms.base import Algorithm, ConfigRepr, per_turn_prompts, validate_choice
+from lightning_modules.advantage_transforms.base import (
+    Algorithm,
+    ConfigRepr,
+    per_turn_prompts,
+    plays_programs,
+    validate_choice,
+)
 from lightning_modules.batch import TokenBatch, aligned, with_prompts
 
 if TYPE_CHECKING:
@@ -33,12 +39,18 @@ class TeacherPrompts(ConfigRepr):
     """Base class of prompts for a teacher: the teacher scores the student's sampled response after its own prompt
     instead of the student's."""
 
-    def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse a data module for which the teacher's prompts cannot be rendered."""
+    def check_data(self, algorithm: Algorithm, data: Any, questions: Sequence[Task] | None) -> None:
+        """Refuse a data module for which the teacher's prompts cannot be rendered.
+
+        Args:
+            algorithm: whose teacher reads them.
+            data: the data module.
+            questions: its training questions that the teacher judges, where they are known.
+        """
 
     def __call__(self, algorithm: Algorithm, trajectories: Sequence[Trajectory]) -> Sequence[Sequence[int] | None]:
         """Return the ids of the teacher's prompt for each trajectory, or None for one that it does not judge. The
-        trajectories are all rows of this rank's rollout batch, in whole groups. Every rank must call."""
+        trajectories are the rows of this rank's rollout batch that the teacher judges, in whole groups."""
         raise NotImplementedError
 
 
@@ -58,15 +70,15 @@ class RenderedPrompts(TeacherPrompts):
             if f"{{{name}}}" not in template:
                 raise ValueError(f"template: expected {{{name}}} where the task's {name} goes; found {template!r}")
 
-    def check_data(self, algorithm: Algorithm, data: Any) -> None:
-        """Refuse per-turn prompts and data modules without a protocol."""
+    def check_data(self, algorithm: Algorithm, data: Any, questions: Sequence[Task] | None) -> None:
+        """Refuse per-turn prompts, programs, and data modules without a protocol."""
         if per_turn_prompts(data):
             raise ValueError(
                 f"every turn has its own prompt, which {type(self).__name__} does not render; take window: null, or "
                 "SDAR with signal: reverse_kl and gate: none, whose teacher reads skills"
             )
         protocol = getattr(getattr(data, "rollouts", None), "protocol", None)
-        if protocol is None or getattr(data, "training_questions", None) is None:
+        if protocol is None or questions is None or plays_programs(data):
             raise ValueError(
                 f"{type(self).__name__} renders the teacher's prompts with the rollout system's protocol, but "
                 f"{type(data).__name__} has none; train with a RolloutDataModule that plays tasks by a protocol"
@@ -125,11 +137,11 @@ class PrivilegedPrompts(RenderedPrompts):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(privilege={self.privilege!r}, template={self.template!r})"
 
-    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+    def check_data(self, algorithm: Algorithm, data: Any, questions: Sequence[Task] | None) -> None:
         """Refuse per-turn prompts, questions without an answer or hint, and prompts that cannot be rendered, such as a
         hint that quotes a control token."""
-        super().check_data(algorithm, data)
-        for task in data.training_questions:
+        super().check_data(algorithm, data, questions)
+        for task in questions or ():
             privileged = self.privileged(task)
             try:
                 data.rollouts.protocol.prompt_ids(privileged)

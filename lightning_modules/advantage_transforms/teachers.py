@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,15 +37,15 @@ class SelfTeacher(ConfigRepr):
     """
 
     def __init__(self, weights: TeacherWeights = "current", ema_decay: OpenUnitInterval = 0.99) -> None:
-        self.weights: TeacherWeights = validate_choice("teacher_weights", weights, TeacherWeights)
+        self.weights: TeacherWeights = validate_choice("weights", weights, TeacherWeights)
         self.ema_decay = ema_decay
 
     def check_strategy(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the strategy would spoil a moving average."""
         if self.weights == "ema" and isinstance(algorithm.trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
-                "teacher_weights: ema keeps a whole float32 average, which DeepSpeed would cast to its own type and "
-                "leave out of its checkpoints; take current or fixed, or a strategy without DeepSpeed"
+                "a self-teacher with weights ema keeps a whole float32 average, which DeepSpeed would cast to its own "
+                "type and leave out of its checkpoints; take current or fixed, or a strategy without DeepSpeed"
             )
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
@@ -136,6 +137,8 @@ class TaughtTransform(AdvantageTransform):
             )
         if name is not None and not name.isidentifier():
             raise ValueError(f"name is {name!r}; expected letters, digits and underscores")
+        if name in ("path", "dtype"):
+            raise ValueError(f"name is {name!r}, which other options of teachers have; take another one")
         self.teacher, self.server, self.self_teacher = teacher, server, self_teacher
         self.prompts, self.tasks, self.name = prompts, tasks, name
 
@@ -171,10 +174,11 @@ class TaughtTransform(AdvantageTransform):
         if self.self_teacher is not None:
             self.self_teacher.check_strategy(algorithm)
         questions = getattr(data, "training_questions", None)
-        if self.tasks is not None and questions is not None and not any(self.judges(task) for task in questions):
+        mine = None if questions is None else [task for task in questions if self.judges(task)]
+        if self.tasks is not None and mine == [] and questions:
             raise ValueError(f"tasks is {self.tasks}, but no training question is of these; check the values")
         if self.prompts is not None:
-            self.prompts.check_data(algorithm, data)
+            self.prompts.check_data(algorithm, data, mine)
 
     @property
     def support_size(self) -> int:
@@ -185,7 +189,7 @@ class TaughtTransform(AdvantageTransform):
         """Return the algorithm's attribute of the folder's model: that of the first transform with this folder."""
         for other in algorithm.advantage_transforms:
             if isinstance(other, TaughtTransform) and other.teacher == self.teacher:
-                return "teacher" if other.teacher == algorithm.teacher_path else f"teacher_{other.name}"
+                return "teacher" if other.teacher == algorithm.teacher_path else f"teacher_{other.name or 'unnamed'}"
         return "teacher"
 
     def frozen_models(self, algorithm: Algorithm) -> dict[str, tuple[str, DType]]:
@@ -229,8 +233,8 @@ class TaughtTransform(AdvantageTransform):
         prompts: list[Sequence[int]] = [trajectories[row].prompt_ids for row in rows]
         if self.prompts is not None:
             with ranks.stop_together():
-                told = self.prompts(algorithm, trajectories)
-            pairs = [(row, ids) for row in rows if (ids := told[row]) is not None]
+                told = self.prompts(algorithm, [trajectories[row] for row in rows])
+            pairs = [(row, ids) for row, ids in zip(rows, told, strict=True) if ids is not None]
             rows, prompts = [row for row, _ in pairs], [ids for _, ids in pairs]
         chosen = [trajectories[row] for row in rows]
         own = collate(chosen, batch.mask.device)
@@ -258,18 +262,20 @@ def _in_batch(said: Judged, rows: Sequence[int], mask: Tensor) -> Judged:
     """Return what a teacher said of some rows, in the rows and columns of the whole batch with this mask [B, T]. Other
     rows have 0."""
     index = torch.tensor(rows, dtype=torch.int64, device=mask.device)
-    judged = torch.zeros(len(mask), device=mask.device).index_fill(0, index, 1.0)
-    logprobs = torch.zeros_like(mask)
-    if rows:
-        logprobs[index, : said.logprobs.shape[1]] = said.logprobs
     counts = (mask != 0).sum(1).tolist()
 
-    def placed(values: TokenRows | None) -> TokenRows | None:
-        if values is None:
-            return None
-        known = dict(zip(rows, values.by_row, strict=True))
-        none = values.none
-        blank = (none.new_zeros((count, *none.shape[1:])) for count in counts)
-        return TokenRows(tuple(known.get(row, other) for row, other in enumerate(blank)), none)
+    def placed(values: Any) -> Any:
+        if isinstance(values, TokenRows):
+            known = dict(zip(rows, values.by_row, strict=True))
+            blank = (values.none.new_zeros((count, *values.none.shape[1:])) for count in counts)
+            return TokenRows(tuple(known.get(row, other) for row, other in enumerate(blank)), values.none)
+        if not isinstance(values, Tensor):
+            return values
+        found = values.new_zeros(mask.shape if values.dim() == 2 else len(mask))
+        if rows and values.dim() == 2:
+            found[index, : values.shape[1]] = values
+        elif rows:
+            found[index] = values
+        return found
 
-    return Judged(logprobs, judged, placed(said.ids), placed(said.support), placed(said.hidden))
+    return dataclasses.replace(said, **{f.name: placed(getattr(said, f.name)) for f in dataclasses.fields(said)})

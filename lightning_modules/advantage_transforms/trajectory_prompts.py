@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,7 +43,7 @@ WANTED = {
     False: "Say which mistakes to avoid, and by which signs they are noticed.",
 }
 
-_THINKING = re.compile(r"<think>.*?(?:</think>\s*|$)", re.DOTALL)
+PATIENCE = 3  # iterations in a row without any advice, before the training stops
 
 
 class MadePrompts(RenderedPrompts):
@@ -140,7 +139,7 @@ class LessonPrompts(MadePrompts):
     OPID's episode skill (docs/algorithms/distillation.md).
 
     All trajectories of this rank are requested at once. One whose advice fails is not judged; the log counts them
-    (``train/told``).
+    (``train/told``). Three iterations in a row without any advice stop the training.
 
     Args:
         client: chat endpoint of the model that writes.
@@ -163,6 +162,7 @@ class LessonPrompts(MadePrompts):
         super().__init__(template, max_tokens)
         self.client, self.success_threshold, self.temperature = client, success_threshold, temperature
         self.attempt_tokens = attempt_tokens
+        self._silent = 0  # iterations without any advice
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.client.model}, temperature={self.temperature})"
@@ -179,10 +179,11 @@ class LessonPrompts(MadePrompts):
         failures = [reply for reply in replies if isinstance(reply, InfrastructureError)]
         if failures:
             logger.warning("LessonPrompts: no advice for %d of %d: %s", len(failures), len(replies), failures[0])
-        if failures and len(failures) == len(replies):
+        self._silent = self._silent + 1 if failures and len(failures) == len(replies) else 0
+        if self._silent == PATIENCE:
             raise failures[0]
         texts = ("" if isinstance(reply, InfrastructureError) else reply for reply in replies)
-        return [self.plain(algorithm, _THINKING.sub("", text)) or None for text in texts]
+        return [self.plain(algorithm, without_thinking(text)) or None for text in texts]
 
     async def _ask_all(self, prompts: Sequence[str]) -> list[str | InfrastructureError]:
         try:
@@ -209,9 +210,18 @@ def transcript(decode: Callable[[list[int]], str], trajectory: Trajectory, think
     parts = []
     for number, turn in enumerate(trajectory.turns):
         said = decode(list(trajectory.response_ids[turn.start : turn.end]))
-        parts.append(said if thinking else _THINKING.sub("", said))
+        parts.append(said if thinking else without_thinking(said))
         parts += [call.result.text for call in trajectory.calls if call.turn == number]
     return "\n".join(part.strip() for part in parts if part.strip())
+
+
+def without_thinking(text: str) -> str:
+    """Return a turn's text without what precedes its last ``</think>``, and without thinking that was cut off.
+
+    >>> [without_thinking(text) for text in ("<think>Hm.</think> north", "Hm.</think>north", "a<think>b")]
+    ['north', 'north', 'a']
+    """
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def error_messages(trajectory: Trajectory) -> str:

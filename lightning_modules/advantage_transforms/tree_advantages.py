@@ -14,6 +14,7 @@ from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,
     RolloutBatch,
+    check_defaults,
     per_turn_prompts,
     plays_programs,
     validate_choice,
@@ -39,12 +40,15 @@ class TreeAdvantages(AdvantageTransform):
         weighting: weights of the turns that follow: surprisal (softmax of their mean -log p, as released) or equal.
     """
 
-    needs_groups = True
+    needs_outcome = needs_groups = True
     replaces_credit = True
     reads_old_logprobs = False
 
     def __init__(self, weighting: TreeWeighting = "surprisal") -> None:
         self.weighting: TreeWeighting = validate_choice("weighting", weighting, TreeWeighting)
+
+    def check(self, algorithm: Algorithm) -> None:
+        check_defaults(algorithm, type(self).__name__)
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         if per_turn_prompts(data) or plays_programs(data):

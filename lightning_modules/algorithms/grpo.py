@@ -214,6 +214,7 @@ class GRPO(OnPolicyModule):
         self, outputs: PolicyOutputs, batch: TokenBatch, inputs: LossInputs, weights: TokenWeights
     ) -> Mapping[str, Tensor]:
         now = outputs.logprobs.detach()
+        own = now if inputs.old_logprobs is None else inputs.old_logprobs
         if inputs.spans is not None and inputs.old_logprobs is not None:
             means, _ = turn_means(now - inputs.old_logprobs, inputs.spans)
             inputs = dataclasses.replace(inputs, old_logprobs=now - spread_turns(means, inputs.spans))
@@ -231,7 +232,7 @@ class GRPO(OnPolicyModule):
             entropy_coef=current(self, self.entropy_coef),
         )
         old = now if inputs.old_logprobs is None else inputs.old_logprobs
-        policy = self.add_losses(policy, MicroBatch(self, outputs, old, weights), inputs.transforms)
+        policy = self.add_losses(policy, MicroBatch(self, outputs, own, weights), inputs.transforms)
         clipped = losses.clip_events(now, old, inputs.advantages, self.clip_low, self.clip_high)
         self.metrics.mean("train/clip_fraction", (clipped * batch.mask).sum(), batch.mask.sum())
         self.metrics.maximum("train/ratio_max", (losses.importance_ratio(now, old) * batch.mask).max())

@@ -159,6 +159,18 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenTokens:
+    """Computes log-probs [n, M] float32 of given tokens [n, M] from logits, over the first ``vocabulary`` tokens; see
+    ``TopTokens``."""
+
+    vocabulary: int
+    temperature: float = 1.0
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits[:, : self.vocabulary].float() / self.temperature).log_softmax(-1).gather(-1, targets)
+
+
+@dataclass(frozen=True, slots=True)
 class _Differentiated:
     """Gives any function of logits the interface of ``TokenStatistics``. Autograd takes its gradient, some rows at a
     time."""

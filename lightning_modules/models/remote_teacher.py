@@ -86,34 +86,40 @@ class RemoteTeacher:
         logprobs, _, _ = self.score_top(batch, 0)
         return logprobs.column(0, batch.mask)
 
-    def score_top(self, batch: TokenBatch, k: int) -> tuple[TokenRows, TokenRows, TokenRows]:
+    def score_top(
+        self, batch: TokenBatch, k: int, vocabulary: int | None = None
+    ) -> tuple[TokenRows, TokenRows, TokenRows]:
         """Return the teacher's log-probs of the sampled tokens [n, 1] float32, and its k likeliest tokens at each of
         these positions: ids [n, k] int32, log-probs [n, k] float32. See ``score``.
 
-        The servers need ``--max-logprobs`` of at least k (vLLM's default is 20).
+        The servers need ``--max-logprobs`` of at least k (vLLM's default is 20). Ids from ``vocabulary`` on, which the
+        student does not have, are -1.
         """
         wanted = [row.nonzero()[:, 0].tolist() for row in batch.mask.cpu()]
-        ids = [
+        read = [
             row[: columns[-1] + 1] if columns else []
             for row, columns in zip(batch.input_ids.tolist(), wanted, strict=True)
         ]
-        lengths = [len(row) for row in ids]
+        lengths = [len(row) for row in read]
         asked = [row for row, length in enumerate(lengths) if length]
         groups = micro_batches(lengths, asked, self.max_tokens_per_request, packed=True)
-        answers = asyncio.run(self._run_all(self._ask(g, ids, wanted, k) for g in groups)) if groups else []
+        answers = asyncio.run(self._run_all(self._ask(g, read, wanted, k) for g in groups)) if groups else []
         said = {
             row: values for g, rows in zip(groups, answers, strict=True) for row, values in zip(g, rows, strict=True)
         }
         device, columns = batch.mask.device, 1 + 2 * k
         none = torch.empty((0, columns), dtype=torch.float64)
-        rows = tuple(torch.tensor(said[row], dtype=torch.float64) if row in said else none for row in range(len(ids)))
+        rows = tuple(torch.tensor(said[row], dtype=torch.float64) if row in said else none for row in range(len(read)))
         found = TokenRows(
             tuple(row.to(device) for row in rows), none.to(device)
         )  # float64: exact for ids and log-probs
         sampled = found.columns(0, 1, torch.float32)
         if bounded := int((sampled.joined == LEAST_LOGPROB).sum()):
             logger.warning("%s: %d tokens are impossible to it, counted as log-prob %g", self, bounded, LEAST_LOGPROB)
-        return sampled, found.columns(1, 1 + k, torch.int32), found.columns(1 + k, None, torch.float32)
+        ids = found.columns(1, 1 + k, torch.int32)
+        if vocabulary is not None:
+            ids = ids.mapped(lambda rows: rows.masked_fill(rows >= vocabulary, -1))
+        return sampled, ids, found.columns(1 + k, None, torch.float32)
 
     async def _ask(
         self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], k: int
@@ -267,9 +273,14 @@ def _top(choice: dict[str, Any], position: int, k: int, url: str) -> list[float]
     InfrastructureError if there are fewer."""
     if k == 0:
         return []
-    entries = choice["prompt_logprobs"][position]  # the k likeliest, and the prompt's token
-    ranked = sorted(((int(token), entry) for token, entry in entries.items()), key=lambda pair: pair[1]["rank"])[:k]
-    if len(ranked) < k:
-        raise InfrastructureError(f"{url}: expected {k} tokens at position {position}; found {len(ranked)}")
-    values = [float(entry["logprob"]) for _, entry in ranked]
-    return [*(float(token) for token, _ in ranked), *(max(v, LEAST_LOGPROB) for v in values)]
+    try:
+        entries = choice["prompt_logprobs"][position]  # the k likeliest, and the prompt's token
+        ranked = sorted((entry["rank"], int(token), float(entry["logprob"])) for token, entry in entries.items())[:k]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        ranked = []
+    if len(ranked) < k or not all(math.isfinite(value) for _, _, value in ranked):
+        found = str(choice.get("prompt_logprobs", [])[position : position + 1])[:200]
+        raise InfrastructureError(
+            f"{url}: expected rank and logprob of {k} tokens at position {position}; found {found}"
+        )
+    return [*(float(token) for _, token, _ in ranked), *(max(value, LEAST_LOGPROB) for _, _, value in ranked)]

@@ -29,7 +29,7 @@ from common.ranges import (
     PositiveInt,
     UnitInterval,
 )
-from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch
+from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch, first_teacher
 from lightning_modules.batch import (
     LogprobBatch,
     PolicyOutputs,
@@ -41,6 +41,7 @@ from lightning_modules.batch import (
     score,
     score_tokens,
     tensors_BT,
+    without_token_rows,
 )
 from lightning_modules.maths.correction import Correction, Level, MaskRatio
 from lightning_modules.maths.losses import Aggregation, TokenWeights, aggregation_weights
@@ -339,8 +340,7 @@ class OnPolicyModule(PolicyModule):
         if self.reads_old_logprobs:
             old, entropy = self._scored(batch, policy_stats, leading=(2,))
         judged = tuple(transform.judge(self, trajectories, batch) for transform in self.advantage_transforms)
-        said = (getattr(one, "logprobs", None) for one in judged)
-        teacher = next((logprobs for logprobs in said if logprobs is not None), None)
+        teacher = first_teacher(judged)
         reference = None if self.reference is None else self.logprobs_of(self.reference, batch)
         values = self._scored(batch, self.critic) if self.critic is not None else None
         return LogprobBatch(old, teacher, reference, values, entropy, judged)
@@ -390,6 +390,7 @@ class OnPolicyModule(PolicyModule):
         """Apply all advantage transforms in turn. Returns the advantages [B, T], and the values that each transform
         keeps for its loss."""
         kept: list[RowTensors | None] = []
+        batch = dataclasses.replace(batch, outcome=advantages)
         for transform in self.advantage_transforms:
             advantages, own = transform.transform(batch, advantages)
             kept.append(own)
@@ -431,8 +432,7 @@ class OnPolicyModule(PolicyModule):
         self.update(batch, inputs, weights, positions)
         if scores.old_logprobs is None:
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
-        scores = dataclasses.replace(scores, judged=())  # which may be large
-        self._last = (usable, batch, scores, inputs, weights)
+        self._last = (usable, batch, without_token_rows(scores), without_token_rows(inputs), weights)
         log_mismatch(self.metrics, usable, batch, scores.require("old_logprobs"), self.correction, version)
         for transform in self.advantage_transforms:
             transform.after_update(self)
@@ -469,10 +469,12 @@ class OnPolicyModule(PolicyModule):
         if self._last is None:
             return []
         trajectories, batch, scores, inputs, weights = self._last
+        scores = dataclasses.replace(scores, judged=())
         tensors = tensors_BT(inputs) | tensors_BT(scores)  # the page underlines by the first: PPO's advantages
         frozen = scores.reference_logprobs if scores.teacher_logprobs is None else scores.teacher_logprobs
         if frozen is not None:
-            tensors["kl"] = (scores.require("old_logprobs") - frozen) * batch.mask
+            known = (frozen != 0).any(1, keepdim=True)  # not in rows that no teacher has judged
+            tensors["kl"] = (scores.require("old_logprobs") - frozen) * batch.mask * known
         if self.corrects:
             tensors["importance"] = weights.correction
         return values_by_token(trajectories, batch, tensors)

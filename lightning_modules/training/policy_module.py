@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_modules.batch import TokenBatch, collate, score
+from lightning_modules.maths.schedules import Schedule
 from lightning_modules.models import lora as adapters
 from lightning_modules.models.liger import use_liger
 from lightning_modules.models.lora import LoRA
@@ -76,6 +77,8 @@ class PolicyModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        schedules = {name: asdict(value) for name, value in self.hparams.items() if isinstance(value, Schedule)}
+        self.save_hyperparameters(schedules)  # checkpoints hold plain types only
         if lora is not None:
             self.save_hyperparameters({"lora": asdict(lora)})  # checkpoints hold plain types only
             if (Path(policy) / "config.json").is_file():  # else it is made or fetched later: ``setup`` looks again
@@ -135,8 +138,7 @@ class PolicyModule(L.LightningModule):
         if self.policy is not None:
             return
         if self.liger:
-            named = (getattr(self, f"{part}_path", None) for part in ("policy", "teacher", "reference", "critic"))
-            use_liger({folder for folder in named if folder is not None}, strategy.root_device)
+            use_liger(set(self.models_reading_ids().values()), strategy.root_device)
         if getattr(strategy, "zero_stage_3", False):
             with zero3_notice(strategy.config):
                 self.build_models()

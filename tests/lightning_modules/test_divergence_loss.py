@@ -10,17 +10,27 @@ import pytest
 import torch
 from jsonargparse import ArgumentError
 
-from lightning_modules.advantage_transforms.distillation import DivergenceRatio, IncorrectOnly
+from lightning_modules.advantage_transforms.distillation import (
+    AdvantageGate,
+    Distillation,
+    DivergenceRatio,
+    IncorrectOnly,
+)
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
-from lightning_modules.advantage_transforms.teachers import SelfTeacher
+from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate
+from lightning_modules.algorithms.ppo import PPO
+from lightning_modules.algorithms.sod import SOD
+from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, token_batch
 from lightning_modules.maths.divergences import make_divergence, with_rest
+from lightning_modules.maths.losses import LossInputs, TokenWeights, grpo_loss
 from lightning_modules.maths.schedules import Schedule
+from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import load_causal_lm
 from lightning_modules.training import optimisation
 from tests.lightning_modules.helpers import fit, make_group
 from tests.lightning_modules.test_configuration import parse
+from tests.lightning_modules.test_vocabulary import resized
 
 NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "tvd"]
 V = 400  # of the fixtures' models
@@ -126,6 +136,33 @@ def test_all_tokens_are_the_whole_vocabulary(model_dir, teacher_dir, gradients, 
     assert all((gradients[-1] - g).abs().max() < 1e-6 for g in gradients)
 
 
+def test_a_support_of_both_has_others_where_one_half_has_all_columns(model_dir, teacher_dir):
+    """Two halves of the vocabulary that overlap: some tokens are in neither."""
+    found = []
+    for rest in ("tail", "left_out"):
+        loss = DivergenceLoss(str(teacher_dir), top_k=V // 2, support="both", rest=rest)
+        found.append(float(fit(module_of(model_dir, loss), [rows()]).callback_metrics["train/divergence"]))
+    assert abs(found[0] - found[1]) > 1e-3
+
+
+def test_a_teacher_s_rows_beyond_the_student_s_are_no_tokens(model_dir, teacher_dir, tmp_path):
+    """As in Qwen2.5, whose larger models have more padding: all forms see the student's tokens."""
+    larger = resized(teacher_dir, tmp_path, V + 40)
+    found = []
+    for options in ({"top_k": None}, *({"top_k": V, "support": s} for s in ("teacher", "student", "both"))):
+        loss = DivergenceLoss(larger, divergence="forward_kl", **options)
+        found.append(float(fit(module_of(model_dir, loss), [rows()]).callback_metrics["train/divergence"]))
+    assert found == pytest.approx([found[0]] * 4, rel=1e-5)
+
+
+def test_what_a_teacher_said_is_not_kept_after_the_iteration(model_dir, teacher_dir):
+    for options in ({"top_k": 7}, {"top_k": None}):
+        module = module_of(model_dir, DivergenceLoss(str(teacher_dir), **options))
+        fit(module, [rows()])
+        [kept] = module._last[3].transforms
+        assert kept.ids is kept.support is kept.hidden is None and kept.divergence_weights.any()
+
+
 CHANGES = {
     "micro-batches": {"max_tokens_per_micro_batch": 16384},
     "packing": {"packing": True},
@@ -149,17 +186,28 @@ def test_the_order_of_the_trajectories_does_not_matter(model_dir, teacher_dir, g
 
 
 def test_the_sampled_token_is_an_unbiased_estimate_of_the_whole():
-    """E over y ~ p of -(log q - log p)(y) grad log p(y) is the gradient of KL(p || q), by enumeration."""
+    """The gradient of GRPO's loss with T - S as the advantage, in the mean over y ~ p: that of the reverse KL."""
     torch.manual_seed(0)
-    z = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    q = torch.randn(6, dtype=torch.float64).log_softmax(0)
-    p = z.log_softmax(0)
-    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), z, retain_graph=True)
-    mean = torch.zeros_like(z)
+    z, q = torch.randn(6, requires_grad=True), torch.randn(6)
+    (exact,) = torch.autograd.grad(make_divergence("reverse_kl")(z[None], q[None]).sum(), z)
+    mean, one = torch.zeros(6), torch.ones(1, 1)
     for y in range(6):
-        (one,) = torch.autograd.grad(-(q - p)[y].detach() * p[y], z, retain_graph=True)
-        mean += p[y].exp().detach() * one
-    assert torch.allclose(mean, exact, atol=1e-14)
+        student, teacher = z.log_softmax(0)[y].view(1, 1), q.log_softmax(0)[y].view(1, 1)
+        batch = SimpleNamespace(algorithm=SimpleNamespace(metrics=StepMetrics()), trajectories=[None])
+        batch.tokens, batch.outcome = token_batch([([0], [y], [1])]), torch.zeros(1, 2)
+        padded = [torch.nn.functional.pad(x.detach(), (1, 0)) for x in (student, teacher)]
+        batch.scores = LogprobBatch(padded[0])
+        batch.judged = lambda _, said=padded[1]: Judged(said, torch.ones(1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "lightning_modules.advantage_transforms.distillation.turn_starts",
+                lambda *_, mask=batch.tokens.mask: mask,
+            )
+            advantages, _ = Distillation("t").transform(batch, batch.outcome)
+        inputs = LossInputs(advantages[:, 1:], None)
+        loss = grpo_loss(student, torch.zeros(1, 1), inputs, TokenWeights(one, one, one))
+        mean += student.exp().item() * torch.autograd.grad(loss, z)[0]
+    assert torch.allclose(mean, exact, atol=1e-6) and exact.abs().max() > 0.1
 
 
 # ---------------------------------------------------------------------- what is left of a distribution
@@ -262,6 +310,34 @@ def test_each_teacher_judges_its_own_tasks(model_dir, teacher_dir, gradients, to
     assert list(twice.frozen_models()) == ["teacher"]
 
 
+def test_pages_show_the_teacher_that_judged_a_row(model_dir, teacher_dir):
+    made = of_sources(rows())
+    loss = DivergenceLoss(str(teacher_dir), tasks={"data_source": ["a"]})
+    module = module_of(model_dir, loss, use_grpo=True, num_mini_batches=2)
+    fit(module, [made])
+    for t, page in module.last_token_values:
+        assert any(page["kl"]) == any(page["teacher_logprobs"]) == (t.group == "a")
+    both = [loss, DivergenceLoss(str(model_dir), name="other")]
+    module = module_of(model_dir, *both, use_grpo=True, num_mini_batches=2)
+    fit(module, [made])
+    for t, page in module.last_token_values:
+        assert any(abs(x) > 1e-4 for x in page["kl"]) == (t.group == "a"), "the initial policy agrees"
+
+
+def test_a_gate_reads_the_outcome_whatever_other_teachers_say(model_dir, teacher_dir):
+    gate = Distillation(str(teacher_dir), weights=[AdvantageGate()], name="gated")
+    loud = Distillation(str(teacher_dir), coef=100.0, name="loud")
+    found = []
+    for transforms in ([gate], [loud, gate]):
+        module = GRPO(str(model_dir), advantage_transforms=transforms)
+        module._trainer = SimpleNamespace(strategy=None)
+        module.build_models()
+        batch = collate(rows())
+        inputs = module.compute_advantages(rows(), batch, module.score(rows(), batch))
+        found.append(inputs.transforms[-1].opd_weights)
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_a_teacher_without_trajectories_teaches_nothing(model_dir, teacher_dir, gradients):
     loss = DivergenceLoss(str(teacher_dir), tasks={"data_source": ["elsewhere"]})
     fit(module_of(model_dir, loss, use_grpo=True), [rows()])
@@ -326,6 +402,23 @@ def test_a_coefficient_follows_the_iteration_also_after_a_resume(model_dir, teac
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(whole, gradients, strict=True))
 
 
+@pytest.mark.parametrize("name", ["kl_coef", "entropy_coef", "opd_coef", "ppo"])
+def test_a_schedule_of_an_algorithm_is_exact_on_resume(name, model_dir, teacher_dir, tmp_path):
+    falls, common = Schedule(1.0, 0.0, 3), {"lr": 1e-3, "num_mini_batches": 1}
+    make = {
+        "kl_coef": lambda: GRPO(str(model_dir), str(teacher_dir), kl_coef=falls, **common),
+        "entropy_coef": lambda: GRPO(str(model_dir), entropy_coef=falls, **common),
+        "opd_coef": lambda: SOD(str(model_dir), str(teacher_dir), opd_coef=falls, **common),
+        "ppo": lambda: PPO(str(model_dir), str(teacher_dir), kl_coef=falls, entropy_coef=falls, **common),
+    }[name]
+    whole = make()
+    fit(whole, [rows()] * 3)
+    fit(make(), [rows()]).save_checkpoint(tmp_path / "c.ckpt")
+    resumed = make()
+    fit(resumed, [rows()] * 3, ckpt_path=tmp_path / "c.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
 def test_the_moving_average_teaches_and_moves_once(model_dir, gradients):
     """At first it agrees with the student; then it is behind, by its decay."""
     first = DivergenceLoss(self_teacher=SelfTeacher("ema", 0.75), name="one")
@@ -351,6 +444,7 @@ REFUSED = {
     "coef is 0, so that the teacher has no effect": lambda: DivergenceLoss("t", coef=0.0),
     "teacher, server and self_teacher are null": lambda: DivergenceLoss(),
     "there are two teachers, 't' and SelfTeacher": lambda: DivergenceLoss("t", self_teacher=SelfTeacher("ema")),
+    "name is 'path', which other options of teachers have": lambda: DivergenceLoss("t", name="path"),
     "name is 'a b'; expected letters, digits and underscores": lambda: DivergenceLoss("t", name="a b"),
     r"ema_decay is \[0.5, 0.9\]; expected one": lambda: GRPO(
         "p",

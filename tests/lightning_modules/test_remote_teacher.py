@@ -111,6 +111,9 @@ def test_a_server_s_likeliest_tokens_are_those_of_the_folder(completions, model_
             fit(module, [rows()])
             trained.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
         assert (trained[0] - trained[1]).abs().max() < 1e-4  # after Adam, which divides by the gradient's size
+        _, ids, support = remote(server).score_top(batch, 7, vocabulary=200)
+        known = here.ids.joined < 200
+        assert torch.equal(ids.joined >= 0, known) and torch.equal(ids.joined[known], here.ids.joined[known])
         loss = DivergenceLoss(server=remote(server), top_k=21)
         monkeypatch.setattr("lightning_modules.training.policy_module.load_causal_lm", None)
         message = (

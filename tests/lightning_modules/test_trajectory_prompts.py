@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from lightning_modules.advantage_transforms.distillation import Distillation
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
+from lightning_modules.advantage_transforms.dual_distillation import DualDistillation, regimes_of
+from lightning_modules.advantage_transforms.teacher_prompts import PrivilegedPrompts
 from lightning_modules.advantage_transforms.teachers import SelfTeacher
 from lightning_modules.advantage_transforms.trajectory_prompts import (
     ERRORS,
@@ -22,6 +24,7 @@ from lightning_modules.advantage_transforms.trajectory_prompts import (
 )
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import collate
+from lightning_modules.training import optimisation
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.protocols.text_protocol import control_tokens
 from rollout.services.chat_client import ChatClient
@@ -174,6 +177,21 @@ def test_a_prompt_beyond_the_model_s_positions_is_not_judged(model_dir, protocol
     assert [ids is not None for ids in read] == [0 < n < max(lengths) for n in lengths]
 
 
+def test_prompts_concern_the_teacher_s_tasks_alone(model_dir, protocol):
+    """Tasks of others need no answer, and programs have no protocol that could render a prompt."""
+    tasks = [
+        dataclasses.replace(TASKS[0], data_source="a"),
+        dataclasses.replace(TASKS[1], data_source="b", golden_answers=()),
+    ]
+    data = Data(protocol, tasks)
+    loss = DivergenceLoss(self_teacher=SelfTeacher(), prompts=PrivilegedPrompts(), tasks={"data_source": ["a"]})
+    figures = train(GRPO(str(model_dir), advantage_transforms=[loss], lr=1e-3), data)
+    assert 0.2 < figures["train/judged_tokens"] < 0.8 and figures["train/divergence"] > 0
+    data.rollouts.program = object()
+    with pytest.raises(ValueError, match="AttemptPrompts renders the teacher's prompts with .* but Data has none"):
+        AttemptPrompts().check_data(None, data, tasks)
+
+
 # ---------------------------------------------------------------------- advice of a language model
 def writer(body):
     asked = body["messages"][0]["content"]
@@ -207,5 +225,76 @@ def test_advice_about_each_trajectory(model_dir, protocol, caplog):
 def test_a_writer_that_never_answers_stops_the_training(model_dir, protocol):
     with served(lambda body: (500, "busy")) as server:
         prompts = LessonPrompts(ChatClient([server.url], "w", retries=0, backoff=0.001))
+        for _ in range(2):
+            assert texts(prompts, Told(protocol), model_dir)[0] == [None] * 6
         with pytest.raises(InfrastructureError, match="status 500: busy"):
             texts(prompts, Told(protocol), model_dir)
+
+
+# ---------------------------------------------------------------------- DOPD
+def test_regimes_by_hand():
+    """Gaps 0, 0.1, 2, 2 and 9, the last an outlier: their mean is 1.025. Sums of probabilities: mean 0.66."""
+    own = torch.tensor([0.5, 0.1, 0.7, 0.05, 0.3]).log()
+    teacher = own + torch.tensor([0.0, 0.1, -2.0, 2.0, -9.0])
+    assert regimes_of(teacher, own, 0.2).tolist() == [0, 1, 3, 2, 3]
+    assert regimes_of(teacher, own, 0.0).tolist() == [0, 1, 0, 1, 3], "with it the mean is 2.62"
+    assert regimes_of(own[:0], own[:0], 0.05).tolist() == []
+
+
+@pytest.mark.parametrize("top_k", [7, 400])
+def test_every_token_learns_from_one_of_two(model_dir, teacher_dir, protocol, top_k, monkeypatch):
+    """Loss and gradient from whole distributions in float64; tokens of all four regimes."""
+    prompts = PrivilegedPrompts("hint", "{question} ({hint})")
+    weights = {"low_teacher": 0.6, "low_self": 0.3, "high_teacher": 1.0, "high_self": 0.7}
+    loss = DualDistillation(str(teacher_dir), prompts=prompts, top_k=top_k, outliers=0.0, **weights)
+    module = GRPO(str(model_dir), use_grpo=False, num_mini_batches=1, advantage_transforms=[loss], lr=1e-9,
+                  max_tokens_per_micro_batch=300)  # fmt: skip
+    data, seen, clip = Data(protocol), [], optimisation.clip_gradients
+
+    def record(module, *args):
+        seen.append(torch.cat([p.grad.flatten().clone() for p in module.policy.parameters()]))
+        return clip(module, *args)
+
+    monkeypatch.setattr(optimisation, "clip_gradients", record)
+    figures = train(module, data)
+    shares = [figures[f"train/dual/{name}"] for name in weights]
+    assert sum(shares) == pytest.approx(1) and min(shares) > 0.02, shares
+    student, teacher = (AutoModelForCausalLM.from_pretrained(d).double() for d in (model_dir, teacher_dir))
+    rows = []
+    for t in data.rows:
+        prompt = protocol.prompt_ids(prompts.privileged(t.task))
+        mask, ids = torch.tensor(t.loss_mask) == 1, torch.tensor(t.response_ids)
+        found = []
+        for model, read in ((student, t.prompt_ids), (student, prompt), (teacher, prompt)):
+            logits = model(torch.tensor([[*read, *t.response_ids]])).logits[0, len(read) - 1 : -1]
+            found.append(logits.log_softmax(-1)[mask])
+        rows.append((*found, ids[mask]))
+    s, p, q, ids = (torch.cat(x) for x in zip(*rows, strict=True))
+    p, q = p.detach(), q.detach()
+    mine, theirs = (x.gather(-1, ids[:, None])[:, 0] for x in (p, q))
+    gap, sure = (theirs - mine).abs(), theirs.exp() + mine.exp()
+    total = 0.0
+    for i in range(len(ids)):
+        if gap[i] > gap.mean():
+            regime = "high_teacher" if theirs[i] >= mine[i] else "high_self"
+        else:
+            regime = "low_teacher" if sure[i] > sure.mean() else "low_self"
+        target = (p if regime.endswith("self") else q)[i]
+        kept = target.topk(top_k).indices
+        a, b = (x[kept].exp() for x in (s[i], target))
+        if top_k < 400:
+            a, b = (torch.cat([x, 1 - x.sum()[None]]) for x in (a, b))
+        m = (a + b) / 2
+        js = 0.5 * (a * (a / m).log()).sum() + 0.5 * (b * (b / m).log()).sum()
+        total = total + weights[regime] * (js if regime == "high_teacher" else (a * (a / b).log()).sum())
+    (total / len(ids)).backward()
+    expected = torch.cat([x.grad.flatten() for x in student.parameters()])
+    assert figures["train/loss_policy"] == pytest.approx(total.item() / len(ids), rel=1e-4)
+    assert expected.abs().max() > 1e-3 and (seen[0].double() - expected).abs().max() < 1e-5
+
+
+def test_two_sides_told_nothing_are_refused():
+    with pytest.raises(ValueError, match="prompts is null; DualDistillation tells teacher and policy more"):
+        DualDistillation("t")
+    with pytest.raises(ValueError, match="all four weights are 0"):
+        DualDistillation("t", prompts=PrivilegedPrompts(), low_teacher=0, low_self=0, high_teacher=0, high_self=0)

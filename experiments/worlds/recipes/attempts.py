@@ -36,7 +36,7 @@ class AttemptRecipes(MadePrompts):
             if t.reward is not None and t.reward.total > 0:
                 found.setdefault(t.group, []).append((t.index, recipe_found(t)))
         others = ([r for index, r in found.get(t.group, ()) if self.own or index != t.index] for t in trajectories)
-        return [recipes[0] if recipes else None for recipes in others]
+        return [self.plain(algorithm, recipes[0]) if recipes else None for recipes in others]
 
 
 def recipe_found(trajectory: Trajectory) -> str:

@@ -175,6 +175,29 @@ def test_the_teacher_s_share_falls_while_the_outcome_s_rises(model_dir, teacher_
     assert metrics["train/outcome_scale"] == 1.25 and metrics["train/opd_coef"] == pytest.approx(0.775)
 
 
+@pytest.mark.parametrize("transform", [InformationGain, TreeAdvantages])
+def test_options_that_would_have_no_effect_are_refused(transform):
+    name = transform.__name__
+    with pytest.raises(ValueError, match=f"advantage is centred and singleton_advantage zero, but {name} computes"):
+        GRPO("p", advantage="centred", advantage_transforms=[transform()])
+    with pytest.raises(ValueError, match=f"{name} changes the outcome's advantages, which use_grpo: false takes away"):
+        GRPO("p", use_grpo=False, advantage_transforms=[transform(), Distillation("t")])
+
+
+def test_a_trajectory_beyond_the_model_s_positions_has_no_gains(model_dir, protocol):
+    data = Data(protocol)
+    module = GRPO(str(model_dir), advantage_transforms=[InformationGain()], lr=1e-3)
+    module._trainer = SimpleNamespace(strategy=None, datamodule=data)
+    module.build_models()
+    transform = module.advantage_transforms[0]
+    answers = [transform._answer(protocol.tokenizer, t.task.golden_answers[0])[0] for t in data.rows]
+    pairs = zip(data.rows, answers, strict=True)
+    lengths = [len(t.prompt_ids) + t.turns[-2].observation_end + len(answer) for t, answer in pairs]
+    module.policy.config.max_position_embeddings = max(lengths) - 1
+    found = transform.gold_logprobs(module, data.rows, torch.device("cpu"))
+    assert [len(values) for values in found] == [3 * (length < max(lengths)) for length in lengths]
+
+
 def test_a_scale_of_the_outcome_needs_one():
     with pytest.raises(ValueError, match="which use_grpo: false takes away"):
         GRPO("p", use_grpo=False, advantage_transforms=[Distillation("t"), OutcomeScale(2.0)])
