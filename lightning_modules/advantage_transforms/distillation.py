@@ -36,7 +36,7 @@ from lightning_modules.advantage_transforms.base import (
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
 from lightning_modules.advantage_transforms.teachers import SelfTeacher, TaughtTransform
 from lightning_modules.batch import RowTensors, TokenBatch
-from lightning_modules.maths.schedules import Coefficient, is_zero
+from lightning_modules.maths.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.remote_teacher import RemoteTeacher
 from rollout.trajectory_metrics import first_error
@@ -93,6 +93,16 @@ def turn_means(values_BT: Tensor, turns_BT: Tensor) -> tuple[Tensor, Tensor]:
 def spread_turns(values_BK: Tensor, turns_BT: Tensor) -> Tensor:
     """Copy the value of each turn [B, K] to all of its tokens. Returns [B, T], 0 outside of turns."""
     return torch.nn.functional.pad(values_BK, (1, 0)).gather(1, turns_BT)
+
+
+def spread_by_row(values: Sequence[Sequence[float]], trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
+    """Copy values of the turns with tokens of each row, one list per row, to their tokens. Returns [B, T], 0 outside of
+    turns."""
+    index = turn_index(batch.mask, turn_starts(trajectories, batch))
+    table = torch.zeros((len(values), int(index.max()) if index.numel() else 0))
+    for row, found in enumerate(values):
+        table[row, : len(found)] = torch.tensor(found[: table.shape[1]])
+    return spread_turns(table.to(index.device), index) * batch.mask
 
 
 def last_turn(values_BK: Tensor, tokens_BK: Tensor) -> tuple[Tensor, Tensor]:
@@ -456,7 +466,7 @@ class Distillation(TaughtTransform):
         signal = log_ratio if self.adv_clamp is None else log_ratio.clamp(-self.adv_clamp, self.adv_clamp)
         coef = current(batch.algorithm, self.coef)
         opd = coef * weighted.weights_BT * signal
-        if not isinstance(self.coef, float | int):
+        if isinstance(self.coef, Schedule):
             batch.algorithm.metrics.maximum(self.metric("opd_coef"), coef)
         self._log(batch.algorithm.metrics, weighted, log_ratio, opd, mask)
         return advantages + opd, DistillationInputs(weighted.weights_BT, opd)

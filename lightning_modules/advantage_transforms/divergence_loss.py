@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from common import ranks
 from common.ranges import AtLeastOne, BelowOne, PositiveInt, UnitInterval
 from lightning_modules.advantage_transforms.base import (
     Algorithm,
@@ -23,7 +22,7 @@ from lightning_modules.advantage_transforms.base import (
 )
 from lightning_modules.advantage_transforms.distillation import TurnWeighting, check_gates, check_rows, weigh_turns
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
-from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher, TaughtTransform
+from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher, TaughtTransform, rows_of, top_of
 from lightning_modules.batch import RowTensors, TokenBatch, TokenRows
 from lightning_modules.maths.divergences import (
     LOGIT_FLOOR,
@@ -37,7 +36,7 @@ from lightning_modules.maths.divergences import (
 from lightning_modules.maths.losses import importance_ratio, masked_sum
 from lightning_modules.maths.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.models.policy import gathered, hidden_before, output_head, partitioned, positions, scatter
-from lightning_modules.models.projection import GivenTokens, Reading, TokenStatistics, TopTokens
+from lightning_modules.models.projection import GivenTokens, Reading, TokenStatistics
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
@@ -156,9 +155,8 @@ class DivergenceLoss(TaughtTransform):
     # ------------------------------------------------------------------ what the teacher says
     def said(self, algorithm: Algorithm, own: TokenBatch, read: TokenBatch) -> Judged:
         judged = torch.ones(len(own.lengths), device=own.mask.device)
-        if self.server is not None:
-            with ranks.stop_together():
-                logprobs, ids, support = self.server.score_top(read, self.support_size, rows_of(algorithm.policy))
+        if self.top_k is not None and self.support == "teacher":
+            logprobs, ids, support = self.likeliest(algorithm, read)
             return Judged(logprobs.column(0, own.mask), judged, ids, support)
         model, chunk, temperature = self.model(algorithm), algorithm.logits_chunk, algorithm.temperature
         if self.top_k is None:
@@ -167,17 +165,11 @@ class DivergenceLoss(TaughtTransform):
             with torch.no_grad():
                 logprobs = output_head(model)(hidden.joined, TokenStatistics(temperature), (targets,), chunk)
             return Judged(scatter(logprobs[:, 0], positions(own.mask), own.mask), judged, hidden=hidden)
-        size = min(rows_of(model), rows_of(algorithm.policy))
-        k = min(self.top_k, size)
-        top = TopTokens(k, size, temperature)
-        ids: TokenRows | None = None
-        if self.support != "student":
-            logprobs, ids, support = top_of(algorithm, model, read, top)
-            if self.support == "teacher":
-                return Judged(logprobs.column(0, own.mask), judged, ids, support)
-        _, likely, _ = top_of(algorithm, algorithm.policy, own, top)
-        ids = union(ids, likely)
-        found = self._at(algorithm, model, read, ids, size)
+        top = self.top(algorithm)
+        _, ids, _ = top_of(algorithm, algorithm.policy, own, top)
+        if self.support == "both":
+            ids = union(self.likeliest(algorithm, read)[1], ids)
+        found = self._at(algorithm, model, read, ids, top.vocabulary)
         return Judged(found.column(0, own.mask), judged, ids, found.columns(1, None))
 
     def _at(
@@ -247,20 +239,6 @@ class DivergenceLoss(TaughtTransform):
         return masked_sum(values, inputs.divergence_weights * micro.weights.aggregation)[0]
 
 
-def top_of(
-    algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, top: TopTokens
-) -> tuple[TokenRows, TokenRows, TokenRows]:
-    """Return a model's log-probs of the sampled tokens [n, 1], its k likeliest tokens at each [n, k] int32, and their
-    log-probs [n, k]. Every rank must call."""
-
-    def function(micro: TokenBatch, _: Sequence[int]) -> Tensor:
-        at = positions(micro.mask)
-        return output_head(model)(hidden_before(model, micro, at), top, (micro.input_ids[at],), algorithm.logits_chunk)
-
-    found, k = algorithm.values_of(batch, function), top.k
-    return found.columns(0, 1), found.columns(1 + k, None, torch.int32), found.columns(1, 1 + k)
-
-
 def whole_divergence(
     logits: Tensor, teacher_hidden: Tensor, teacher_head: torch.nn.Linear, divergence: Divergence, temperature: float
 ) -> Tensor:
@@ -268,18 +246,11 @@ def whole_divergence(
     return divergence(*log_distributions(logits, teacher_hidden, teacher_head, temperature), normalised=True)[:, None]
 
 
-def union(first: TokenRows | None, second: TokenRows) -> TokenRows:
+def union(first: TokenRows, second: TokenRows) -> TokenRows:
     """Return the tokens [n, K + L] of both; -1 instead of a token of ``second`` that ``first`` has."""
-    if first is None:
-        return second
 
     def joined(a: Tensor, b: Tensor) -> Tensor:
         return torch.cat([a, b.masked_fill((b[:, :, None] == a[:, None, :]).any(-1), -1)], dim=1)
 
     rows = tuple(joined(a, b) for a, b in zip(first.by_row, second.by_row, strict=True))
     return TokenRows(rows, joined(first.none, second.none))
-
-
-def rows_of(model: PreTrainedModel) -> int:
-    """Return the number of tokens of a model's output layer, padding included."""
-    return output_head(model).out_features

@@ -11,15 +11,14 @@ from torch import Tensor
 from common import ranks
 from common.ranges import BelowOne, NonNegativeFloat, PositiveInt
 from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, current
-from lightning_modules.advantage_transforms.divergence_loss import rows_of, top_of
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
-from lightning_modules.advantage_transforms.teachers import Judged, TaughtTransform
+from lightning_modules.advantage_transforms.teachers import Judged, TaughtTransform, rows_of, top_of
 from lightning_modules.batch import RowTensors, TokenBatch, TokenRows
 from lightning_modules.maths.divergences import LOGIT_FLOOR, jsd, reverse_kl, with_rest
 from lightning_modules.maths.losses import masked_sum
 from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import positions, scatter
-from lightning_modules.models.projection import Reading, TopTokens
+from lightning_modules.models.projection import Reading
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 REGIMES = ("low_teacher", "low_self", "high_teacher", "high_self")
@@ -118,15 +117,8 @@ class DualDistillation(TaughtTransform):
         return self.top_k
 
     def said(self, algorithm: Algorithm, own: TokenBatch, read: TokenBatch) -> DualJudged:
-        policy, temperature = algorithm.policy, algorithm.temperature
-        size = rows_of(policy) if self.server is not None else min(rows_of(self.model(algorithm)), rows_of(policy))
-        top = TopTokens(min(self.top_k, size), size, temperature)
-        if self.server is not None:
-            with ranks.stop_together():
-                logprobs, ids, support = self.server.score_top(read, top.k, size)
-        else:
-            logprobs, ids, support = top_of(algorithm, self.model(algorithm), read, top)
-        mine, own_ids, own_support = top_of(algorithm, policy, read, top)
+        logprobs, ids, support = self.likeliest(algorithm, read)
+        mine, own_ids, own_support = top_of(algorithm, algorithm.policy, read, self.top(algorithm))
         return DualJudged(
             logprobs.column(0, own.mask), torch.ones(len(own.lengths), device=own.mask.device),
             ids.beside(own_ids), support.beside(own_support), None, mine.column(0, own.mask),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from lightning_modules.advantage_transforms.base import (
     plays_programs,
     validate_choice,
 )
-from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_starts
+from lightning_modules.advantage_transforms.distillation import spread_by_row
 from lightning_modules.advantage_transforms.teacher_prompts import positions_of
 from lightning_modules.batch import token_batch
 from lightning_modules.maths.turn_advantages import Pool, information_gain_advantages
@@ -91,7 +92,7 @@ class InformationGain(AdvantageTransform):
         values = self.gold_logprobs(batch.algorithm, trajectories, tokens.mask.device)
         gains, known = [], []
         for t, found in zip(trajectories, values, strict=True):
-            shown = found if self.gain == "log_prob" else [float(torch.tensor(v).exp()) for v in found]
+            shown = found if self.gain == "log_prob" else [math.exp(v) for v in found]
             own = [after - before for before, after in zip(shown, shown[1:], strict=False)]
             known += own
             gains.append(own or [0.0] * (len(_turns(t)) - 1))
@@ -102,12 +103,7 @@ class InformationGain(AdvantageTransform):
         outcomes = [t.reward.total for t in trajectories if t.reward is not None]
         groups = [t.group for t in trajectories]
         by_turn = information_gain_advantages(gains, outcomes, groups, self.gamma, self.pool)
-        index = turn_index(tokens.mask, turn_starts(trajectories, tokens))
-        table = torch.zeros((len(trajectories), max((len(row) for row in by_turn), default=0)))
-        for row, found in enumerate(by_turn):
-            table[row, : len(found)] = torch.tensor(found)
-        table = table[:, : int(index.max()) if index.numel() else 0]
-        return spread_turns(table.to(tokens.mask.device), index) * tokens.mask
+        return spread_by_row(by_turn, trajectories, tokens)
 
     def gold_logprobs(
         self, algorithm: Algorithm, trajectories: Sequence[Trajectory], device: torch.device
@@ -120,14 +116,14 @@ class InformationGain(AdvantageTransform):
         for t in trajectories:
             gold, keys = _gold(t.task), []
             ends = [0, *(turn.observation_end for turn in _turns(t)[:-1])] if gold else []
-            longest = len(t.prompt_ids) + max(ends, default=0) + len(self._answer(tokenizer, gold)[0])
+            answer = self._answer(tokenizer, gold)
+            longest = len(t.prompt_ids) + max(ends, default=0) + len(answer[0])
             if limit is not None and longest > limit:
                 ends = []
             for end in ends:
                 before = (*t.prompt_ids, *t.response_ids[:end])
                 keys.append((before, gold))
-                if keys[-1] not in rows:
-                    rows[keys[-1]] = (before, *self._answer(tokenizer, gold))
+                rows[before, gold] = (before, *answer)
             wanted.append(keys)
         read = token_batch([*rows.values()], device)
         logprobs = algorithm.logprobs_of(algorithm.policy, read)

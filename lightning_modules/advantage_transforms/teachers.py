@@ -16,7 +16,8 @@ from common.ranges import OpenUnitInterval
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, ConfigRepr, validate_choice
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
 from lightning_modules.batch import RowTensors, TokenBatch, TokenRows, aligned, collate, with_prompts
-from lightning_modules.models.policy import DType, load_frozen_lm
+from lightning_modules.models.policy import DType, hidden_before, load_frozen_lm, output_head, positions
+from lightning_modules.models.projection import TopTokens
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
@@ -256,6 +257,41 @@ class TaughtTransform(AdvantageTransform):
         else:
             logprobs = algorithm.logprobs_of(self.model(algorithm), read)
         return Judged(aligned(logprobs, read, own), torch.ones(len(own.lengths), device=own.mask.device))
+
+    def top(self, algorithm: Algorithm) -> TopTokens:
+        """Return how many likeliest tokens are read (``support_size``), among those that teacher and policy have."""
+        size = rows_of(algorithm.policy)
+        if self.server is None:
+            size = min(rows_of(self.model(algorithm)), size)
+        return TopTokens(min(self.support_size, size), size, algorithm.temperature)
+
+    def likeliest(self, algorithm: Algorithm, read: TokenBatch) -> tuple[TokenRows, TokenRows, TokenRows]:
+        """Return the teacher's log-probs of the sampled tokens [n, 1], its likeliest tokens at each [n, k] int32, and
+        their log-probs [n, k]. Every rank must call."""
+        top = self.top(algorithm)
+        if self.server is None:
+            return top_of(algorithm, self.model(algorithm), read, top)
+        with ranks.stop_together():
+            return self.server.score_top(read, top.k, top.vocabulary)
+
+
+def top_of(
+    algorithm: Algorithm, model: PreTrainedModel, batch: TokenBatch, top: TopTokens
+) -> tuple[TokenRows, TokenRows, TokenRows]:
+    """Return a model's log-probs of the sampled tokens [n, 1], its k likeliest tokens at each [n, k] int32, and their
+    log-probs [n, k]. Every rank must call."""
+
+    def function(micro: TokenBatch, _: Sequence[int]) -> Tensor:
+        at = positions(micro.mask)
+        return output_head(model)(hidden_before(model, micro, at), top, (micro.input_ids[at],), algorithm.logits_chunk)
+
+    found, k = algorithm.values_of(batch, function), top.k
+    return found.columns(0, 1), found.columns(1 + k, None, torch.int32), found.columns(1, 1 + k)
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Return the number of tokens of a model's output layer, padding included."""
+    return output_head(model).out_features
 
 
 def _in_batch(said: Judged, rows: Sequence[int], mask: Tensor) -> Judged:

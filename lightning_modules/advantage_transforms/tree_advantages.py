@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from lightning_modules.advantage_transforms.attribution import forks_of
 from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,
@@ -19,13 +17,13 @@ from lightning_modules.advantage_transforms.base import (
     plays_programs,
     validate_choice,
 )
-from lightning_modules.advantage_transforms.distillation import spread_turns, turn_index, turn_starts
+from lightning_modules.advantage_transforms.distillation import spread_by_row
 from lightning_modules.maths.turn_advantages import TreeWeighting, tree_values
+from rollout.samplers.entropy_tree import path_of, surprisal
 
 if TYPE_CHECKING:
-    from rollout.trajectory import Trajectory
+    from rollout.trajectory import Fork, Trajectory
 
-Member = tuple[str, int]
 Node = tuple[str, int, int]  # group, member that sampled the turn, number of the turn
 
 
@@ -58,36 +56,32 @@ class TreeAdvantages(AdvantageTransform):
             )
 
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
-        trajectories, tokens = batch.trajectories, batch.tokens
-        forks = forks_of([*batch.algorithm.rolled_out, *trajectories])
-        paths = [path_of(t, forks) for t in trajectories]
-        surprisals: dict[Any, float] = {}
-        for t, path in zip(trajectories, paths, strict=True):
-            for node, turn in zip(path, (turn for turn in t.turns if turn.end > turn.start), strict=True):
-                surprisals[node] = -sum(t.logprobs[turn.start : turn.end]) / (turn.end - turn.start)
+        trajectories = batch.trajectories
+        paths, surprisals = tree_paths(trajectories, batch.algorithm.rolled_out)
         rewards = [t.reward.total for t in trajectories if t.reward is not None]
         values = tree_values(paths, rewards, [t.group for t in trajectories], surprisals, self.weighting)
         met = Counter(node for path in paths for node in path)
         batch.algorithm.metrics.mean("train/shared_turns", sum(n for n in met.values() if n > 1), sum(met.values()))
-        index = turn_index(tokens.mask, turn_starts(trajectories, tokens))
-        table = torch.zeros((len(trajectories), int(index.max()) if index.numel() else 0))
-        for row, path in enumerate(paths):
-            table[row, : len(path)] = torch.tensor([values[node] for node in path])
-        return spread_turns(table.to(tokens.mask.device), index) * tokens.mask
+        return spread_by_row([[values[node] for node in path] for path in paths], trajectories, batch.tokens)
 
 
-def path_of(trajectory: Trajectory, forks: Mapping[Member, tuple[int, int]]) -> list[Node]:
-    """Return the turns (with tokens) of a trajectory, each named by the member of the group that sampled it.
+def tree_paths(
+    trajectories: Sequence[Trajectory], rolled_out: Sequence[Trajectory]
+) -> tuple[list[list[Node]], dict[Hashable, float]]:
+    """Return the turns (with tokens) of each trajectory, and the mean -log p of each turn.
 
     Args:
-        trajectory: whole.
-        forks: (group, index) -> (parent's index, number of copied response tokens), see ``forks_of``.
+        trajectories: whole.
+        rolled_out: all trajectories of the groups: a turn may have been sampled by one that failed.
     """
-    found: list[Node] = []
-    for number, turn in enumerate(trajectory.turns):
-        if turn.end > turn.start:
-            member = trajectory.index
-            while (trajectory.group, member) in forks and turn.start < forks[trajectory.group, member][1]:
-                member = forks[trajectory.group, member][0]
-            found.append((trajectory.group, member, number))
-    return found
+    forks: dict[str, dict[int, Fork]] = {}
+    for t in (*rolled_out, *trajectories):
+        if t.fork is not None:
+            forks.setdefault(t.group, {})[t.index] = t.fork
+    paths: list[list[Node]] = []
+    surprisals: dict[Hashable, float] = {}
+    for t in trajectories:
+        places = path_of(t, forks.get(t.group, {}))
+        paths.append([(t.group, *place) for place in places])
+        surprisals |= {(t.group, *place): surprisal(t, t.turns[place[1]]) for place in places}
+    return paths, surprisals

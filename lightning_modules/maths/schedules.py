@@ -44,11 +44,6 @@ class Schedule:
 Coefficient = NonNegativeFloat | Schedule  # of an option: a number, or a schedule
 
 
-def value_at(coefficient: float | Schedule, iteration: int) -> float:
-    """Return a coefficient's value in an iteration (0, 1, ...)."""
-    return coefficient(iteration) if isinstance(coefficient, Schedule) else coefficient
-
-
 def is_zero(coefficient: float | Schedule) -> bool:
     """Return whether a coefficient is 0 in every iteration."""
     return coefficient == 0 if not isinstance(coefficient, Schedule) else coefficient.start == coefficient.end == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.ranges import NonNegativeFloat, PositiveInt
 from rollout.samplers.base import GroupRunner, run_independent
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Fork, Trajectory, Turn
 
 Place = tuple[int, int]  # member of the group that sampled a turn, and the turn's number
 
@@ -80,7 +80,8 @@ class EntropyTreeSampler:
     def candidates(self, members: Sequence[Trajectory]) -> list[Candidate]:
         """Return the turns that may be sampled again, the best first."""
         usable = [member for member in members if not member.left_out]
-        paths = {member.index: _path(member, members) for member in usable}
+        forks = {member.index: member.fork for member in members if member.fork is not None}
+        paths = {member.index: path_of(member, forks) for member in usable}
         following: dict[Place | None, dict[Place, None]] = {None: {}}
         for path in paths.values():
             for before, place in zip([None, *path], path, strict=False):
@@ -90,20 +91,29 @@ class EntropyTreeSampler:
             path = paths[member.index]
             for before, place in zip([None, *path], path[:-1], strict=False):
                 if place[0] == member.index:  # else it is its source's
-                    turn = member.turns[place[1]]
-                    surprisal = -sum(member.logprobs[turn.start : turn.end]) / (turn.end - turn.start)
-                    score = surprisal - self.sibling_penalty * (len(following[before]) - 1)
+                    surprise = surprisal(member, member.turns[place[1]])
+                    score = surprise - self.sibling_penalty * (len(following[before]) - 1)
                     found.append(Candidate(score, member, place[1]))
         return sorted(found, key=lambda candidate: -candidate.score)  # stable: equal ones by their member
 
 
-def _path(member: Trajectory, members: Sequence[Trajectory]) -> list[Place]:
-    """Return the turns (with tokens) of a trajectory, each with the member that sampled it."""
+def path_of(member: Trajectory, forks: Mapping[int, Fork]) -> list[Place]:
+    """Return the turns (with tokens) of a trajectory, each with the member of its group that sampled it.
+
+    Args:
+        member: a whole trajectory.
+        forks: origins of the group's forked trajectories, by their index; also of those that failed.
+    """
     found = []
     for number, turn in enumerate(member.turns):
         if turn.end > turn.start:
-            owner = member
-            while owner.fork is not None and turn.start < owner.fork.at:
-                owner = members[owner.fork.parent]
-            found.append((owner.index, number))
+            owner = member.index
+            while owner in forks and turn.start < forks[owner].at:
+                owner = forks[owner].parent
+            found.append((owner, number))
     return found
+
+
+def surprisal(trajectory: Trajectory, turn: Turn) -> float:
+    """Return the mean -log p of a turn's sampled tokens, in nats."""
+    return -sum(trajectory.logprobs[turn.start : turn.end]) / (turn.end - turn.start)

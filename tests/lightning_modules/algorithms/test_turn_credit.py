@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightning_modules.advantage_transforms.attribution import OutcomeScale
 from lightning_modules.advantage_transforms.distillation import Distillation, UncertainTurns
 from lightning_modules.advantage_transforms.information_gain import InformationGain
-from lightning_modules.advantage_transforms.tree_advantages import TreeAdvantages, path_of
+from lightning_modules.advantage_transforms.tree_advantages import TreeAdvantages, tree_paths
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import LogprobBatch, collate
 from lightning_modules.maths.schedules import Schedule
@@ -107,7 +107,7 @@ def tree():
 
 def test_turns_that_trajectories_share_have_one_value(model_dir):
     rows = tree()
-    paths = [path_of(t, {("g", 1): (0, rows[1].fork.at), ("g", 2): (1, rows[2].fork.at)}) for t in rows]
+    paths, _ = tree_paths(rows, rows)
     assert paths == [
         [("g", 0, 0), ("g", 0, 1), ("g", 0, 2)],
         [("g", 0, 0), ("g", 1, 1), ("g", 1, 2), ("g", 1, 3)],
