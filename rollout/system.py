@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import logging
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
@@ -448,9 +450,11 @@ class RolloutSystem:
 
 
 class EventLoopThread:
-    """An asyncio event loop in a daemon thread."""
+    """An asyncio event loop in a daemon thread. Ctrl-C ends a wait for its results."""
 
     def __init__(self, name: str) -> None:
+        importlib.import_module("polars")  # whose import installs a handler after which a thread waits on (SA_RESTART)
+        signal.siginterrupt(signal.SIGINT, True)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()

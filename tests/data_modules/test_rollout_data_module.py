@@ -221,10 +221,14 @@ def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_syste
     system = make_system(latency=36000.0)
     data = RolloutDataModule(system, [question_file("train", ["right"] * 4)], prompts_per_iteration=4, seed=0)
 
+    ended = threading.Event()
+
     def press():
         while not system.engine.requests:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
+        while not ended.wait(30):  # the first may come just before the wait
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
     handler = signal.getsignal(signal.SIGINT)
@@ -232,6 +236,7 @@ def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_syste
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             trainer(tmp_path, max_epochs=1).fit(Recorder(), datamodule=data)
     finally:
+        ended.set()
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     assert not system.running, "the rollout system still runs"
 

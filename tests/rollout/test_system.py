@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from common.seeds import derive_seed
+from experiments.registry.project import ROOT
 from rollout.engines.base import SamplingParams
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.rewards.qa import ExactMatchReward
@@ -243,6 +246,25 @@ def test_close_ends_the_thread_and_closes_what_it_was_given(make_system, protoco
     system.close()
     assert retriever.closed == 1 and not thread.is_alive()
     assert system.rollout([TASK], sampling=SAMPLING, seed=0)[0].answer == "Grey Harbor"  # starts again
+
+
+def test_ctrl_c_ends_a_wait_for_trajectories():
+    """In a process of its own: others may have replaced the handler that polars installs when it is imported."""
+    code = (
+        "import polars, queue\nfrom rollout.system import EventLoopThread\n"
+        "thread = EventLoopThread('rollout')\nprint('waiting', flush=True)\nqueue.SimpleQueue().get()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"waiting\n"
+        end = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < end:
+            process.send_signal(signal.SIGINT)  # again, as the first may come before the wait
+            time.sleep(1)
+        assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_restart_under_contention_begins_at_version_0(protocol):
