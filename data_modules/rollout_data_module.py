@@ -290,7 +290,10 @@ class RolloutDataModule(TrainingData):
     def _how(self, iteration: int) -> dict[str, Any]:
         # One seed for the whole iteration: requests derive theirs from the group.
         seed = derive_seed(self.seed, "train", iteration)
-        return {"n": self.group_size, "sampling": self.train_sampling.params, "seed": seed}
+        how: dict[str, Any] = {"n": self.group_size, "sampling": self.train_sampling.params, "seed": seed}
+        if self.rollouts.guide is not None:
+            how["guided"] = self.rollouts.guide.share_at(iteration)
+        return how
 
     def _by_group(self, trajectories: list[Trajectory]) -> Groups:
         n = self.group_size

@@ -21,6 +21,7 @@ from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
 from rollout.environments.base import EnvironmentFactory, check_tools, scores_itself
 from rollout.loop.agent_loop import AgentLoop, Budgets, FirstPrompts, Request
+from rollout.loop.guide import Guide
 from rollout.loop.prompt_group import Admission, PromptGroup, Slots, group_names
 from rollout.programs.base import Program
 from rollout.programs.loop import ProgramLoop
@@ -72,6 +73,7 @@ class RolloutSystem:
         program: plays the tasks instead of an environment: your own agent, which asks the model for turns
             (docs/own_agent.md). Takes a ``ProgramProtocol``. ``final_turn`` and ``max_observation_tokens`` then have no
             effect, because the program decides what it asks.
+        guide: a second engine that plays some turns while the policy trains (Guided-OPD), see ``Guide``.
         reward: scores finished trajectories, in a thread (an ``AsyncReward``: in the event loop). None: the environment
             or the program gives the reward.
         max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused. Of a
@@ -123,7 +125,10 @@ class RolloutSystem:
         step_timeout_s: PositiveFloat | None = 3600.0,
         sleep_mode: bool = False,
         program: Program | None = None,
+        guide: Guide | None = None,
     ) -> None:
+        if guide is not None:
+            check_guide(sampler, program, sleep_mode)
         if sleep_mode:
             check_sleep(engine, in_flight_updates)
         self.sleep_mode = sleep_mode
@@ -135,7 +140,7 @@ class RolloutSystem:
         tokens = (max_turn_tokens, max_observation_tokens, max_response_tokens, max_length)
         self.budgets = Budgets(max_turns, *tokens, final_turn, step_timeout_s, limit_eos)
         self.engine, self.protocol, self.reward = engine, protocol, reward
-        self.environment, self.program = environment, program
+        self.environment, self.program, self.guide = environment, program, guide
         self.sampler: Sampler = sampler or IndependentSampler()
         if getattr(protocol, "per_turn_prompts", False):
             check_forks(self.sampler, type(protocol).__name__)
@@ -168,7 +173,7 @@ class RolloutSystem:
             raise ValueError("rollouts has no program; give one, or an environment and a protocol that writes prompts")
         else:
             check_tools(environment, protocol.tools, type(protocol).__name__)
-            settings = (self.budgets, entropy_tokens, top_logprobs, skills)
+            settings = (self.budgets, entropy_tokens, top_logprobs, skills, None if guide is None else guide.engine)
             self.agent_loop = AgentLoop(engine, protocol, environment, *settings)
         self._test_loop = self.agent_loop
         if test_limits is not None:
@@ -227,6 +232,7 @@ class RolloutSystem:
         sampler: Sampler | None = None,
         inject_skills: bool = True,
         test: bool = False,
+        guided: float = 0.0,
     ) -> list[Trajectory]:
         """Roll out ``n`` trajectories per task. Returns them ordered by task, then index.
 
@@ -241,10 +247,11 @@ class RolloutSystem:
             sampler: replaces the system's sampler (evaluations take independent trajectories).
             inject_skills: add the system's skills, if any, to the prompts.
             test: use the limits of evaluations (``test_limits``).
+            guided: probability that the guide plays a turn.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
-        how = {"mode": mode, "sampler": sampler, "inject_skills": inject_skills, "test": test}
+        how = {"mode": mode, "sampler": sampler, "inject_skills": inject_skills, "test": test, "guided": guided}
         stream = self.stream(tasks, n=n, sampling=sampling, seed=seed, **how)
         with closing(stream):
             for trajectory in stream:
@@ -264,6 +271,7 @@ class RolloutSystem:
         sampler: Sampler | None = None,
         inject_skills: bool = True,
         test: bool = False,
+        guided: float = 0.0,
     ) -> Generator[Trajectory, None, None]:
         """Yield each trajectory of a ``rollout`` as soon as it is finished.
 
@@ -274,7 +282,7 @@ class RolloutSystem:
         finished: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
         if sampler is None:
             sampler = self.sampler if mode is PromptMode.AGENT else IndependentSampler()
-        request = Request(seed, sampling, mode, inject_skills=inject_skills)
+        request = Request(seed, sampling, mode, inject_skills=inject_skills, guided=guided)
         loop = self._test_loop if test else self.agent_loop
         work = self._roll_out(tasks, n, request, sampler, finished.put, loop=loop)
         task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()
@@ -296,18 +304,19 @@ class RolloutSystem:
         return self._submit(work)
 
     async def roll_out(
-        self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int
+        self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int, guided: float = 0.0
     ) -> list[Trajectory]:
         """Roll out ``n`` trajectories per task. Returns them ordered by task, then index. Awaited in the system's event
         loop (see ``background``).
 
         Args:
             batch: number of the batch, from 0. Lower numbers go first.
+            guided: probability that the guide plays a turn.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
         try:
-            await self._roll_out(tasks, n, Request(seed, sampling), self.sampler, finished.append, batch)
+            await self._roll_out(tasks, n, Request(seed, sampling, guided=guided), self.sampler, finished.append, batch)
         except BaseExceptionGroup as error:
             raise _first(error) from None
         return sorted(finished, key=lambda t: (order[t.group], t.index))
@@ -381,6 +390,8 @@ class RolloutSystem:
             if isinstance(part, Startable):
                 await part.start()
         await self.engine.start()
+        if self.guide is not None:
+            await self.guide.engine.start()
 
     @contextmanager
     def _nothing_in_flight(self) -> Iterator[None]:
@@ -401,6 +412,8 @@ class RolloutSystem:
         await asyncio.gather(*running, return_exceptions=True)
         async with AsyncExitStack() as stack:  # close each, even if closing another raises
             stack.push_async_callback(self.engine.close)
+            if self.guide is not None:
+                stack.push_async_callback(self.guide.engine.close)
             if isinstance(self.reward, AsyncReward):
                 stack.push_async_callback(self.reward.close)
             for part in (self.environment, self.program):
@@ -470,6 +483,20 @@ class EventLoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def check_guide(sampler: Sampler | None, program: Program | None, sleep_mode: bool) -> None:
+    """Raise ValueError for options of a rollout system that a guide does not go with."""
+    taken = {
+        "program": program is not None,
+        "sleep_mode": sleep_mode,
+        "a sampler that forks": sampler is not None and getattr(sampler, "forks", True),
+    }
+    if names := [name for name, given in taken.items() if given]:
+        raise ValueError(
+            f"rollouts has a guide and {', '.join(names)}; a guide plays turns of independent trajectories, with an "
+            "engine that never sleeps: leave one of them out"
+        )
 
 
 def check_sleep(engine: Any, in_flight_updates: bool, max_off_policy_iterations: int = 0) -> None:

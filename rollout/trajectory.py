@@ -251,11 +251,12 @@ class Turn:
     prompt_ids: tuple[int, ...] | None = None
     reward: float = 0.0  # the environment's reward for this turn; rewards of a reward function are not included
     version_runs: Runs = ()  # (policy version, tokens) in order, where the weights changed in its middle
+    guided: bool = False  # sampled by the guide (``rollout.loop.guide``), not by the policy
 
     @property
     def versions(self) -> Runs:
-        """Pairs of (policy version, number of tokens) in order, over all tokens of the turn."""
-        return runs_of(self.policy_version, self.version_runs, self.end - self.start)
+        """Pairs of (policy version, number of tokens) in order, over all tokens of the turn; none of a guide's turn."""
+        return () if self.guided else runs_of(self.policy_version, self.version_runs, self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,17 +422,18 @@ class Trajectory:
     @property
     def policy_versions(self) -> tuple[int, int]:
         """Policy versions that sampled the first and the last token; (-1, -1) for an empty response."""
-        if not self.turns:
-            return (-1, -1)
-        first = self.turns[0]
-        return (first.version_runs[0][0] if first.version_runs else first.policy_version, self.turns[-1].policy_version)
+        runs = [run for turn in self.turns for run in turn.versions]
+        return (runs[0][0], runs[-1][0]) if runs else (-1, -1)
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """The policy version that sampled each response token [L]; -1 for observation tokens."""
+        """The policy version that sampled each response token [L]; -1 for observation tokens and turns of a guide."""
         found = [-1] * len(self.response_ids)
         for turn in self.turns:
-            found[turn.start : turn.end] = [version for version, count in turn.versions for _ in range(count)]
+            at = turn.start
+            for version, count in turn.versions:
+                found[at : at + count] = [version] * count
+                at += count
         return tuple(found)
 
     def replace(self, **changes: Any) -> Trajectory:

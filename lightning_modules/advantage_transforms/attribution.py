@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import FiniteFloat
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     Algorithm,
@@ -18,7 +19,6 @@ from lightning_modules.advantage_transforms.base import (
     plays_programs,
 )
 from lightning_modules.maths.advantages import Member, shared_token_advantages, whiten
-from lightning_modules.maths.schedules import Coefficient, is_zero
 
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from common.schedules import Schedule
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, TokenBatch, TokenRows
 from lightning_modules.maths.correction import Correction
 from lightning_modules.maths.losses import Singleton, TokenWeights
-from lightning_modules.maths.schedules import Schedule
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import DType
 from lightning_modules.models.projection import Reading

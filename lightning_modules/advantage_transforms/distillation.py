@@ -25,6 +25,7 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, UnitInterval
+from common.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.advantage_transforms.base import (
     Algorithm,
     ConfigRepr,
@@ -36,7 +37,6 @@ from lightning_modules.advantage_transforms.base import (
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
 from lightning_modules.advantage_transforms.teachers import SelfTeacher, TaughtTransform
 from lightning_modules.batch import RowTensors, TokenBatch
-from lightning_modules.maths.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.remote_teacher import RemoteTeacher
 from rollout.trajectory_metrics import first_error

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.ranges import AtLeastOne, BelowOne, PositiveInt, UnitInterval
+from common.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.advantage_transforms.base import (
     Algorithm,
     MicroBatch,
@@ -34,7 +35,6 @@ from lightning_modules.maths.divergences import (
     with_rest,
 )
 from lightning_modules.maths.losses import importance_ratio, masked_sum
-from lightning_modules.maths.schedules import Coefficient, Schedule, is_zero
 from lightning_modules.models.policy import gathered, hidden_before, output_head, partitioned, positions, scatter
 from lightning_modules.models.projection import GivenTokens, Reading, TokenStatistics
 from lightning_modules.models.remote_teacher import RemoteTeacher

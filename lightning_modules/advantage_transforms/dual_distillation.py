@@ -10,13 +10,13 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import BelowOne, NonNegativeFloat, PositiveInt
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, current
 from lightning_modules.advantage_transforms.teacher_prompts import TeacherPrompts
 from lightning_modules.advantage_transforms.teachers import Judged, TaughtTransform, rows_of, top_of
 from lightning_modules.batch import RowTensors, TokenBatch, TokenRows
 from lightning_modules.maths.divergences import LOGIT_FLOOR, jsd, reverse_kl, with_rest
 from lightning_modules.maths.losses import masked_sum
-from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import positions, scatter
 from lightning_modules.models.projection import Reading
 from lightning_modules.models.remote_teacher import RemoteTeacher

@@ -29,6 +29,7 @@ from lightning_modules.advantage_transforms.distillation import (
 )
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.dual_distillation import DualDistillation, regimes_of
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns
 from lightning_modules.advantage_transforms.information_gain import InformationGain
 from lightning_modules.advantage_transforms.skill_signals import GatedSkills, SkillImportanceKL, SkillShares
 from lightning_modules.advantage_transforms.tree_advantages import TreeAdvantages
@@ -76,6 +77,7 @@ BY_TOKEN = {
     "dual": Signal("loss coef w D(T or P, S), T or P by |T - P| and who is surer", DualDistillation, regimes_of),
     "shared tokens": Signal("A = mean A of the branches that share it", HardAttribution, shared_token_advantages),
     "entropy": Signal("A *= 1 + weight z, z = whitened entropy", EntropyScaling, whiten),
+    "guided turns": Signal("A = 0, loss -coef log p(y) on turns of a guide", GuidedTurns, GuidedTurns.loss),
     "outcome scale": Signal("A *= coef, such as a schedule", OutcomeScale, OutcomeScale.assign_credit),
     "skill shares": Signal("A *= 1 - lam + lam clip(exp(sign(A) (T - S)))", SkillShares, rlsd_advantages),
     "gated skills": Signal("loss g (T - S), g = sigmoid(beta (T - S))", GatedSkills, gate),

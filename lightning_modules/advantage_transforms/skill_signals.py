@@ -10,12 +10,12 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
+from common.schedules import Coefficient, Schedule
 from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, current, validate_choice
 from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
 from lightning_modules.maths.gates import GateKind, gate, gate_mean, gate_metrics, token_gap
-from lightning_modules.maths.schedules import Coefficient, Schedule
 from lightning_modules.maths.self_distillation import (
     FORWARD_KL_CAP,
     SampledDivergence,

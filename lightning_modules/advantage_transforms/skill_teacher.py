@@ -12,12 +12,12 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import OpenUnitInterval
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, RolloutBatch, validate_choice
 from lightning_modules.advantage_transforms.teacher_prompts import after_prompts, check_lengths
 from lightning_modules.advantage_transforms.teachers import SelfTeacher, TeacherWeights, averaging
 from lightning_modules.advantage_transforms.turns import turn_numbers
 from lightning_modules.batch import RowTensors
-from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import DType
 from rollout.protocols.base import PerTurnPrompts, sampled_turns
 from rollout.protocols.text_protocol import control_tokens

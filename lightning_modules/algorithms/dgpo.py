@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from common.ranges import FiniteFloat
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.distillation import IncorrectOnly
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.maths.losses import Estimator
-from lightning_modules.maths.schedules import Coefficient, is_zero
 
 
 class DGPO(PPO):

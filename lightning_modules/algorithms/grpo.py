@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import AboveOne, NonNegativeFloat, UnitInterval
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     MicroBatch,
@@ -24,7 +25,6 @@ from lightning_modules.batch import LogprobBatch, PolicyOutputs, TokenBatch
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import whiten
 from lightning_modules.maths.losses import Aggregation, Estimator, LossInputs, Singleton, TokenWeights
-from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.policy import DType
 from lightning_modules.training.on_policy import OnPolicyModule
 

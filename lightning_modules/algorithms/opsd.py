@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from common.ranges import PositiveFloat
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.distillation import Distillation
 from lightning_modules.advantage_transforms.teacher_prompts import Privilege, PrivilegedPrompts
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sod import Mode, mode_weights
-from lightning_modules.maths.schedules import Coefficient, is_zero
 
 
 class OPSD(GRPO):

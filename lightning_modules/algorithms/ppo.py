@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common import ranks
 from common.ranges import AboveOne, NonNegativeFloat, PositiveFloat, UnitInterval
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import (
     AdvantageTransform,
     MicroBatch,
@@ -24,7 +25,6 @@ from lightning_modules.batch import LogprobBatch, PolicyOutputs, RowTensors, Tok
 from lightning_modules.maths import losses
 from lightning_modules.maths.advantages import gae, last_token, whiten
 from lightning_modules.maths.losses import Estimator, Singleton, TokenWeights, sampled_kl
-from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.training.on_policy import OnPolicyModule
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
+from common.schedules import Coefficient
 from lightning_modules.advantage_transforms.skill_signals import (
     Gate,
     GatedSkills,
@@ -13,7 +14,6 @@ from lightning_modules.advantage_transforms.skill_signals import (
 from lightning_modules.advantage_transforms.skill_teacher import TeacherWeights
 from lightning_modules.advantage_transforms.turns import TurnAdvantages
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.maths.schedules import Coefficient
 from lightning_modules.maths.turn_advantages import Statistics
 from rollout.skills.injection import Skills
 

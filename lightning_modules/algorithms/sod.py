@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from common.ranges import NonNegativeFloat, PositiveFloat, UnitInterval
+from common.schedules import Coefficient, is_zero
 from lightning_modules.advantage_transforms.base import AdvantageTransform, validate_choice
 from lightning_modules.advantage_transforms.distillation import (
     AdvantageGate,
@@ -18,7 +19,6 @@ from lightning_modules.advantage_transforms.distillation import (
     TurnWeighting,
 )
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.maths.schedules import Coefficient, is_zero
 from lightning_modules.models.remote_teacher import RemoteTeacher
 
 Mode = Literal["none", "uniform", "divergence_ratio", "gated", "decay_after_error", "mask_after_error"]

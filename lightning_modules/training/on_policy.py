@@ -30,6 +30,7 @@ from common.ranges import (
     UnitInterval,
 )
 from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch, first_teacher
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, by_policy
 from lightning_modules.batch import (
     LogprobBatch,
     PolicyOutputs,
@@ -254,6 +255,12 @@ class OnPolicyModule(PolicyModule):
         """
         self.check_rows()
         self.check_sampling(getattr(data, "train_sampling", None))
+        guided = getattr(getattr(data, "rollouts", None), "guide", None) is not None
+        if guided and not any(isinstance(transform, GuidedTurns) for transform in self.advantage_transforms):
+            raise ValueError(
+                "rollouts.guide plays turns, which the policy loss would reinforce as if the policy had sampled them; "
+                "put lightning_modules.advantage_transforms.guided_turns.GuidedTurns last in advantage_transforms"
+            )
         for transform in self.advantage_transforms:
             transform.check_data(self, data)
 
@@ -421,6 +428,8 @@ class OnPolicyModule(PolicyModule):
         batch = collate(usable, self.device)
         with torch.no_grad():
             scores = self.score(usable, batch)
+            if scores.old_logprobs is not None:
+                batch = by_policy(usable, batch, scores.old_logprobs)
             inputs = self.compute_advantages(usable, batch, scores)
             weights = self.token_weights(batch, scores)
         advantages = getattr(inputs, "advantages", None)
@@ -432,6 +441,7 @@ class OnPolicyModule(PolicyModule):
         self.update(batch, inputs, weights, positions)
         if scores.old_logprobs is None:
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
+            batch = by_policy(usable, batch, self._seen.logprobs)
         self._last = (usable, batch, without_token_rows(scores), without_token_rows(inputs), weights)
         log_mismatch(self.metrics, usable, batch, scores.require("old_logprobs"), self.correction, version)
         for transform in self.advantage_transforms:

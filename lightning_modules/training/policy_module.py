@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from common.schedules import Schedule
 from lightning_modules.batch import TokenBatch, collate, score
-from lightning_modules.maths.schedules import Schedule
 from lightning_modules.models import lora as adapters
 from lightning_modules.models.liger import use_liger
 from lightning_modules.models.lora import LoRA

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, FirstObservation, StepResult
+from rollout.loop.guide import plays
 from rollout.loop.running_trajectory import RunningTrajectory, TurnGenerator
 from rollout.protocols.base import (
     FIRST_OBSERVATION,
@@ -150,6 +151,7 @@ class Request:
     mode: PromptMode = PromptMode.AGENT
     hooks: Hooks = NO_HOOKS
     inject_skills: bool = True  # add the loop's skills, if any, to the prompt
+    guided: float = 0.0  # probability that the guide plays a turn
 
 
 class AgentLoop:
@@ -159,6 +161,7 @@ class AgentLoop:
         entropy_tokens: every turn records the entropy of this many first tokens (``Turn.entropy``), even if the sampler
             does not use entropies. 0: only if the sampler does.
         skills: adds advice on the task to the prompt of agents.
+        guide: plays the turns that ``Request.guided`` draws.
     """
 
     def __init__(
@@ -170,10 +173,11 @@ class AgentLoop:
         entropy_tokens: int = 0,
         top_logprobs: int = 10,
         skills: Skills | None = None,
+        guide: Engine | None = None,
     ) -> None:
         self.skills = skills
         self.engine, self.protocol, self.environment, self.budgets = engine, protocol, environment, budgets
-        self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs)
+        self._turns = TurnGenerator(engine, protocol, entropy_tokens, top_logprobs, guide)
         self._per_turn = protocol if isinstance(protocol, PerTurnPrompts) and protocol.per_turn_prompts else None
         self._latest_prompt: tuple[Task, PromptMode, list[int]] | None = None
         self.failures: deque[str] = deque(maxlen=20)  # the latest reasons of infrastructure failures
@@ -371,6 +375,7 @@ class AgentLoop:
         return self.budgets.room(sum(map(len, state.context)), len(state.response_ids))
 
     async def _generate(self, state: RunningTrajectory, request: Request) -> Generation:
+        state.guided = plays(request.guided, request.seed, state.group, state.key, len(state.turns))
         in_turn = len(state.response_ids) - state.turn_start
         allowed = min(self.budgets.max_turn_tokens, request.sampling.max_new_tokens) - in_turn
         allowed = max(min(allowed, self._room(state)), 1)

@@ -49,6 +49,7 @@ class RunningTrajectory:
     open_turn: int | None = None  # start of a partly sampled turn: only its first tokens, or forked in its middle
     last_turn: bool = False  # the next turn is the last: its calls are not executed
     entropy: float | None = None  # of the current turn
+    guided: bool = False  # the guide samples the current turn
     branch_probability: float | None = None  # of the current turn; a sampler sets it
     environment_reward: float | None = None
     measures: dict[str, float] = field(default_factory=dict)  # the environment's measures of the episode
@@ -126,8 +127,10 @@ class RunningTrajectory:
                 branch_probability=self.branch_probability,
                 prompt_ids=None if self.turn_prompt is None else tuple(self.turn_prompt),
                 version_runs=recorded(self.open_runs),
+                guided=self.guided,
             )
         )
+        self.guided = False
         self.open_turn = self.entropy = self.branch_probability = None
         self.open_runs = ()
 
@@ -201,6 +204,7 @@ class TurnGenerator:
     protocol: ChatProtocol
     entropy_tokens: int = 0
     top_logprobs: int = 10
+    guide: Engine | None = None
 
     async def generate(
         self, state: RunningTrajectory, sampling: SamplingParams, seed: int, hooks: Hooks, allowed: int
@@ -211,6 +215,8 @@ class TurnGenerator:
         result has only the others. Seeds are derived from (seed, group, key, turn); for the others also from "rest".
         """
         parts = (seed, state.group, state.key, len(state.turns))
+        if state.guided and self.guide is not None:
+            return await self._ask(state, sampling, allowed, derive_seed(*parts), engine=self.guide)
         if state.open_turn is not None:  # forked in its middle: the parent sampled its first tokens
             rest = await self._ask(state, sampling, allowed, derive_seed(*parts))
             return self._cut_across_boundary(state, rest)
@@ -233,10 +239,16 @@ class TurnGenerator:
         return self._cut_across_boundary(state, rest)
 
     async def _ask(
-        self, state: RunningTrajectory, sampling: SamplingParams, tokens: int, seed: int, top: int = 0
+        self,
+        state: RunningTrajectory,
+        sampling: SamplingParams,
+        tokens: int,
+        seed: int,
+        top: int = 0,
+        engine: Engine | None = None,
     ) -> Generation:
         prompt, sampled = state.context
-        generation = await self.engine.generate(
+        generation = await (engine or self.engine).generate(
             [*prompt, *sampled],
             dataclasses.replace(
                 sampling,

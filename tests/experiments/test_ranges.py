@@ -23,7 +23,7 @@ from experiments.stages.graph import Graph
 from retrieval import protocols
 from rollout.system import RolloutSystem
 
-ROOMS = ("callbacks", "data_modules", "experiments.worlds", "lightning_modules", "retrieval", "rollout")
+ROOMS = ("callbacks", "common", "data_modules", "experiments.worlds", "lightning_modules", "retrieval", "rollout")
 # Code of other processes, partly of other environments.
 NOT_IMPORTED = (
     "rollout.tools.python.sandbox_runtime", "rollout.engines.vllm_backend", "rollout.programs.verifiers_worker",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentError
 
+from common.schedules import Schedule
 from lightning_modules.advantage_transforms.distillation import (
     AdvantageGate,
     Distillation,
@@ -24,7 +25,6 @@ from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, token_batch
 from lightning_modules.maths.divergences import make_divergence, with_rest
 from lightning_modules.maths.losses import LossInputs, TokenWeights, grpo_loss
-from lightning_modules.maths.schedules import Schedule
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import load_causal_lm
 from lightning_modules.training import optimisation

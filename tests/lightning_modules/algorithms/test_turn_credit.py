@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.schedules import Schedule
 from lightning_modules.advantage_transforms.attribution import OutcomeScale
 from lightning_modules.advantage_transforms.distillation import Distillation, UncertainTurns
 from lightning_modules.advantage_transforms.information_gain import InformationGain
 from lightning_modules.advantage_transforms.tree_advantages import TreeAdvantages, tree_paths
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import LogprobBatch, collate
-from lightning_modules.maths.schedules import Schedule
 from lightning_modules.maths.turn_advantages import information_gain_advantages
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.trajectory import Fork

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from common.schedules import Schedule
 from lightning_modules.maths.advantages import gae, last_token, rlsd_advantages, whiten
-from lightning_modules.maths.schedules import Schedule
 
 MASK = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 1, 1, 0, 0.0]])  # prompt, sampled, observation, sampled, padding
 STEPS = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0.0]])  # observations included

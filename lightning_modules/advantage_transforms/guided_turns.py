@@ -1,0 +1,85 @@
+"""Guided-OPD: turns that a teacher plays in the policy's trajectories are imitated (arXiv 2606.15912)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from common.ranges import PositiveFloat
+from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, MicroBatch, RolloutBatch
+from lightning_modules.batch import RowTensors, TokenBatch
+from lightning_modules.maths.losses import masked_sum
+
+if TYPE_CHECKING:
+    from rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedInputs(RowTensors):
+    guided: Tensor  # [B, T] float32, 1 for tokens that the rollouts' guide sampled
+
+
+class GuidedTurns(AdvantageTransform):
+    """Imitates the turns that the rollouts' guide has played: cross-entropy on their tokens, and advantage 0, whatever
+    other transforms of the list say of them. The mean is over the tokens of all turns, so that the guide's share
+    weighs its loss. With ``Distillation`` on the policy's own turns and ``use_grpo: false`` this is Guided-OPD.
+
+    Put it last in the list. Logged: ``train/guided_tokens`` (share of the sampled tokens), ``train/loss_guided`` (mean
+    cross-entropy of these, nats).
+
+    Args:
+        coef: weight of the cross-entropy.
+    """
+
+    learns = True
+    reads_old_logprobs = False
+
+    def __init__(self, coef: PositiveFloat = 1.0) -> None:
+        self.coef = coef
+
+    def check(self, algorithm: Algorithm) -> None:
+        if algorithm.advantage_transforms[-1] is not self:
+            raise ValueError("advantage_transforms: GuidedTurns must be the last, because it takes signals away")
+
+    def check_data(self, algorithm: Algorithm, data: Any) -> None:
+        rollouts = getattr(data, "rollouts", None)
+        if rollouts is not None and getattr(rollouts, "guide", None) is None:
+            raise ValueError("GuidedTurns imitates turns of rollouts.guide, but there is none; give the rollouts one")
+
+    def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
+        guided = guided_tokens(batch.trajectories, batch.tokens)
+        batch.algorithm.metrics.mean("train/guided_tokens", guided.sum(), batch.tokens.mask.sum())
+        return advantages * (1.0 - guided), GuidedInputs(guided)
+
+    def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
+        if not isinstance(inputs, GuidedInputs):
+            return None
+        logprobs = micro.outputs.logprobs
+        total, count = masked_sum(-logprobs.detach(), inputs.guided)
+        micro.algorithm.metrics.mean("train/loss_guided", total, count)
+        return self.coef * masked_sum(-logprobs, inputs.guided * micro.weights.aggregation)[0]
+
+
+def guided_tokens(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
+    """Return a mask [B, T] float32 of the tokens that the rollouts' guide sampled."""
+    found = torch.zeros(batch.mask.shape)
+    for row, t in enumerate(trajectories):
+        for turn in t.turns:
+            if turn.guided:
+                start = len(t.prompt_ids)
+                found[row, start + turn.start : start + turn.end] = 1.0
+    return found.to(batch.mask.device)
+
+
+def by_policy(trajectories: Sequence[Trajectory], batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
+    """Return the batch with these log-probs [B, T] instead of the sampler's for the guide's tokens, which the policy
+    has not sampled: their ratio is 1."""
+    if not any(turn.guided for t in trajectories for turn in t.turns):
+        return batch
+    sampler = torch.where(guided_tokens(trajectories, batch) > 0, logprobs, batch.sampler_logprobs)
+    return dataclasses.replace(batch, sampler_logprobs=sampler)

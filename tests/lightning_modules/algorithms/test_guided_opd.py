@@ -1,0 +1,112 @@
+"""Guided-OPD: the policy's turns are distilled, the guide's are imitated and never reinforced."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_modules.advantage_transforms.distillation import Distillation
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns
+from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.batch import collate
+from lightning_modules.models.policy import load_causal_lm, token_logprobs
+from lightning_modules.training import optimisation
+from tests.lightning_modules.helpers import fit, make_group
+
+
+def rows(guided=True):
+    """Two groups of three turns each; the guide has played every second turn of the first, and all of the last row."""
+    rng = random.Random(0)
+    made = make_group(rng, "a", [1, 0, 0]) + make_group(rng, "b", [0, 1, 1])
+    if not guided:
+        return made
+    marks = [[k == 1 for k in range(3)] if t.group == "a" else [t.index == 2] * 3 for t in made]
+    turns = [
+        tuple(dataclasses.replace(turn, guided=mark) for turn, mark in zip(t.turns, own, strict=True))
+        for t, own in zip(made, marks, strict=True)
+    ]
+    return [t.replace(turns=own) for t, own in zip(made, turns, strict=True)]
+
+
+def marks(made, batch):
+    found = torch.zeros_like(batch.mask)
+    for i, t in enumerate(made):
+        for turn in t.turns:
+            if turn.guided:
+                found[i, len(t.prompt_ids) + turn.start : len(t.prompt_ids) + turn.end] = 1
+    return found
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    seen, clip = [], optimisation.clip_gradients
+
+    def record(module, *args):
+        seen.append(torch.cat([p.grad.flatten().clone() for p in module.policy.parameters()]))
+        return clip(module, *args)
+
+    monkeypatch.setattr(optimisation, "clip_gradients", record)
+    return seen
+
+
+@pytest.mark.parametrize("use_grpo", [False, True])
+def test_the_gradient_of_the_slow_form(model_dir, teacher_dir, gradients, use_grpo):
+    """- mean over all sampled tokens of (A + T - S) log pi on the policy's, and of 0.5 log pi on the guide's."""
+    made, options = rows(), {"num_mini_batches": 1, "max_tokens_per_micro_batch": 60, "lr": 1e-3}
+    transforms = [Distillation(str(teacher_dir)), GuidedTurns(0.5)]
+    trainer = fit(GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=use_grpo, **options), [made])
+    batch, student = collate(made), load_causal_lm(str(model_dir))
+    s, guided = token_logprobs(student, batch).logprobs, marks(made, batch)
+    with torch.no_grad():
+        t = token_logprobs(load_causal_lm(str(teacher_dir)), batch).logprobs
+    outcome = GRPO("p").outcome_advantages(made, batch, SimpleNamespace()) if use_grpo else 0.0
+    signal = (outcome + t - s.detach()) * (1 - guided) + 0.5 * guided
+    (-(signal * s * batch.mask).sum() / batch.mask.sum()).backward()
+    expected = torch.cat([p.grad.flatten() for p in student.parameters()])
+    assert expected.abs().max() > 1e-3 and (gradients[0] - expected).abs().max() < 1e-5
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert figures["train/guided_tokens"] == pytest.approx(float(guided.sum() / batch.mask.sum()))
+    assert figures["train/loss_guided"] == pytest.approx(float(-(s * guided).sum() / guided.sum()), rel=1e-4)
+
+
+def test_without_guided_turns_it_is_distillation(model_dir, teacher_dir, gradients):
+    for extra in ([GuidedTurns()], []):
+        transforms = [Distillation(str(teacher_dir)), *extra]
+        fit(GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False, num_mini_batches=1), [rows(False)])
+    assert torch.allclose(*gradients, atol=1e-7)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_guide_is_no_sampler_that_the_trainer_disagrees_with(model_dir, steps):
+    """Importance weights and the logged mismatch concern the policy's tokens."""
+    made = rows()
+    batch = collate(made)
+    with torch.no_grad():
+        known = token_logprobs(load_causal_lm(str(model_dir)), batch).logprobs
+    sampled = [
+        t.replace(logprobs=tuple(
+            -0.01 * m if mark else float(value) * m
+            for m, mark, value in zip(
+                t.loss_mask, guided[len(t.prompt_ids) :], known[i, len(t.prompt_ids) :], strict=False
+            )
+        ))
+        for i, (t, guided) in enumerate(zip(made, marks(made, batch).tolist(), strict=True))
+    ]  # fmt: skip
+    options = {"importance_cap": 2.0} if steps == 2 else {}
+    module = GRPO(str(model_dir), advantage_transforms=[GuidedTurns()], num_mini_batches=steps, lr=1e-9, **options)
+    figures = fit(module, [sampled]).callback_metrics
+    assert float(figures["train/logprob_gap_max"]) < 1e-3 and float(figures["train/importance_ess"]) == pytest.approx(1)
+
+
+def test_a_guide_and_its_transform_need_each_other():
+    data = SimpleNamespace(rollouts=SimpleNamespace(guide=object()))
+    module = GRPO("p", advantage_transforms=[Distillation("t")])
+    module.check_rows = lambda: None
+    with pytest.raises(ValueError, match="would reinforce as if the policy had sampled them; put .*GuidedTurns last"):
+        module.check_data(data)
+    with pytest.raises(ValueError, match="GuidedTurns imitates turns of rollouts.guide, but there is none"):
+        GuidedTurns().check_data(None, SimpleNamespace(rollouts=SimpleNamespace(guide=None)))
+    with pytest.raises(ValueError, match="GuidedTurns must be the last"):
+        GRPO("p", advantage_transforms=[GuidedTurns(), Distillation("t")])
