@@ -71,27 +71,33 @@ def train(name: str, agent: str, outputs: Path, options: list[str], variables: d
     return [json.loads(line)["metrics"] for line in file.read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> Path:
+    """One for all tests: their world, their model, and one agent's demonstrations and SFT are the same stages."""
+    return tmp_path_factory.mktemp("outputs")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", LEAST)
-def test_an_agent_program_trains(agent, tmp_path):
+def test_an_agent_program_trains(agent, outputs):
     if agent == "shell" and shutil.which("curl") is None:
         pytest.skip("no curl here")
     name = f"agent_{agent}"
-    trained = [m for m in train(name, agent, tmp_path, FEW) if "train/reward" in m]
+    trained = [m for m in train(name, agent, outputs, FEW) if "train/reward" in m]
     assert len(trained) == 2 and all(m["train/logprob_gap"] < 1e-3 for m in trained), "trainer and engine agree"
-    shown = [t for file in (tmp_path / f"{name}_demonstrations").glob("*/trajectories/*.parquet")
+    shown = [t for file in (outputs / f"{name}_demonstrations").glob("*/trajectories/*.parquet")
              for t in load_trajectories(file)]  # fmt: skip
     assert shown and all(t.reward.total > 0.5 and t.answer == t.task.golden_answers[0] for t in shown)
     assert max(len(split_turns(t)) for t in shown) >= LEAST[agent]
 
 
 @pytest.mark.slow
-def test_kd_and_sdar_train_on_a_program(tmp_path):
+def test_kd_and_sdar_train_on_a_program(outputs, tmp_path):
     for name, text in ALGORITHMS.items():
         (tmp_path / f"agent_{name}.yaml").write_text(text)
     own = {"COMPACT_AGENTS_EXPERIMENTS": str(tmp_path)}
-    kd = [m for m in train("agent_kd", "openai", tmp_path / "outputs", [], own) if "train/loss" in m]
+    kd = [m for m in train("agent_kd", "openai", outputs, [], own) if "train/loss" in m]
     assert kd[-1]["train/loss"] < kd[0]["train/loss"]
-    sdar = [m for m in train("agent_sdar", "openai", tmp_path / "outputs", FEW, own) if "train/reward" in m]
+    sdar = [m for m in train("agent_sdar", "openai", outputs, FEW, own) if "train/reward" in m]
     assert len(sdar) == 2 and all(m["train/logprob_gap"] < 1e-3 and m["train/skills_tokens"] > 0 for m in sdar)
     assert all(0 < m["train/gate"] < 1 and m["train/gap"] != 0 for m in sdar)

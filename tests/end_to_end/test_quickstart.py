@@ -35,7 +35,9 @@ def test_the_quickstart_notebook_runs_from_its_first_cell_to_its_last(tmp_path, 
         if cell.cell_type == "code"
     }
     assert re.search(r"│ untrained .*\n?.*│ SFT .*\n?.*│ GRPO ", shown["train"])
-    assert "shape: (3, 6)" in shown["table"] and "shape: (3, 6)" in shown["change"]
+    assert "shape: (3, 6)" in shown["table"]
+    stages = dict(re.findall(r"^ +(\w+) +(?:fit|task) .* (done|to make)", shown["change"], re.M))
+    assert [name for name, state in stages.items() if state == "to make"] == ["smollm2_grpo"]
     assert "MODEL:" in shown["one-trajectory"] and "reward: " in shown["one-trajectory"]
     assert "answer:" in shown["ask"] and "own" in shown["reward"]
     for result in (tmp_path / "out" / "smollm2_grpo").glob("*/result.json"):
