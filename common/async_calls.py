@@ -1,11 +1,15 @@
-"""Pauses between attempts, and objects that belong to one event loop at a time."""
+"""Pauses between attempts, objects that belong to one event loop at a time, and an event loop in a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -46,3 +50,26 @@ class PerLoop(Generic[T]):
         made = self._made if self._loop is asyncio.get_running_loop() else None
         self._loop = self._made = None
         return made
+
+
+class EventLoopThread:
+    """An asyncio event loop in a daemon thread. Ctrl-C ends a wait for its results."""
+
+    def __init__(self, name: str) -> None:
+        importlib.import_module("polars")  # whose import installs a handler after which a thread waits on (SA_RESTART)
+        signal.siginterrupt(signal.SIGINT, True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Schedule a call of ``function`` in the event loop, without waiting for it."""
+        self.loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

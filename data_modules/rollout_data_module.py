@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from common.ranges import NonNegativeInt, PositiveInt
@@ -140,6 +140,7 @@ class RolloutDataModule(TrainingData):
         # Of the last iteration, on this rank: (discarded groups, all groups). It is None without dynamic sampling.
         self.discarded_groups: tuple[int, int] | None = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
+        self._listeners: list[Callable[[Trajectory], None]] = []
         self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
@@ -192,6 +193,12 @@ class RolloutDataModule(TrainingData):
         return [
             self._questions[i] for i in others[attempt * self.prompts_per_iteration :][: self.prompts_per_iteration]
         ]
+
+    def listen(self, listener: Callable[[Trajectory], None]) -> None:
+        """Have ``listener`` called with each training trajectory as soon as it has finished, in the event loop of the
+        rollout system. Where ranks exchange trajectories (``balance_tokens``), it is not called."""
+        if self.world_size == 1 or not self.balance_tokens:
+            self._listeners.append(listener)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -293,7 +300,13 @@ class RolloutDataModule(TrainingData):
         how: dict[str, Any] = {"n": self.group_size, "sampling": self.train_sampling.params, "seed": seed}
         if self.rollouts.guide is not None:
             how["guided"] = self.rollouts.guide.share_at(iteration)
+        if self._listeners:
+            how["on_finished"] = self._tell
         return how
+
+    def _tell(self, trajectory: Trajectory) -> None:
+        for listener in self._listeners:
+            listener(trajectory)
 
     def _by_group(self, trajectories: list[Trajectory]) -> Groups:
         n = self.group_size

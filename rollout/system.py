@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import logging
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
@@ -16,6 +14,7 @@ from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from common.async_calls import EventLoopThread
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, TopLogprobs
 from rollout.engines.base import Engine, Generation, SamplingParams
 from rollout.engines.weights.push import is_shared, push
@@ -233,6 +232,7 @@ class RolloutSystem:
         inject_skills: bool = True,
         test: bool = False,
         guided: float = 0.0,
+        on_finished: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """Roll out ``n`` trajectories per task. Returns them ordered by task, then index.
 
@@ -248,10 +248,12 @@ class RolloutSystem:
             inject_skills: add the system's skills, if any, to the prompts.
             test: use the limits of evaluations (``test_limits``).
             guided: probability that the guide plays a turn.
+            on_finished: called in the system's event loop with each trajectory that has just finished.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
         how = {"mode": mode, "sampler": sampler, "inject_skills": inject_skills, "test": test, "guided": guided}
+        how["on_finished"] = on_finished
         stream = self.stream(tasks, n=n, sampling=sampling, seed=seed, **how)
         with closing(stream):
             for trajectory in stream:
@@ -272,6 +274,7 @@ class RolloutSystem:
         inject_skills: bool = True,
         test: bool = False,
         guided: float = 0.0,
+        on_finished: Callable[[Trajectory], None] | None = None,
     ) -> Generator[Trajectory, None, None]:
         """Yield each trajectory of a ``rollout`` as soon as it is finished.
 
@@ -284,7 +287,7 @@ class RolloutSystem:
             sampler = self.sampler if mode is PromptMode.AGENT else IndependentSampler()
         request = Request(seed, sampling, mode, inject_skills=inject_skills, guided=guided)
         loop = self._test_loop if test else self.agent_loop
-        work = self._roll_out(tasks, n, request, sampler, finished.put, loop=loop)
+        work = self._roll_out(tasks, n, request, sampler, _both(on_finished, finished.put), loop=loop)
         task = self._submit(_launch(work, on_done=lambda: finished.put(None))).result()
         try:
             while (trajectory := finished.get()) is not None:
@@ -304,19 +307,28 @@ class RolloutSystem:
         return self._submit(work)
 
     async def roll_out(
-        self, tasks: Sequence[Task], *, n: int, sampling: SamplingParams, seed: int, batch: int, guided: float = 0.0
+        self,
+        tasks: Sequence[Task],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        batch: int,
+        guided: float = 0.0,
+        on_finished: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """Roll out ``n`` trajectories per task. Returns them ordered by task, then index. Awaited in the system's event
         loop (see ``background``).
 
         Args:
             batch: number of the batch, from 0. Lower numbers go first.
-            guided: probability that the guide plays a turn.
+            guided, on_finished: see ``rollout``.
         """
         order = {group: position for position, group in enumerate(group_names(tasks))}
         finished: list[Trajectory] = []
+        request, deliver = Request(seed, sampling, guided=guided), _both(on_finished, finished.append)
         try:
-            await self._roll_out(tasks, n, Request(seed, sampling, guided=guided), self.sampler, finished.append, batch)
+            await self._roll_out(tasks, n, request, self.sampler, deliver, batch)
         except BaseExceptionGroup as error:
             raise _first(error) from None
         return sorted(finished, key=lambda t: (order[t.group], t.index))
@@ -462,27 +474,17 @@ class RolloutSystem:
                 running.create_task(sample(position, task, group))
 
 
-class EventLoopThread:
-    """An asyncio event loop in a daemon thread. Ctrl-C ends a wait for its results."""
+def _both(
+    first: Callable[[Trajectory], None] | None, second: Callable[[Trajectory], None]
+) -> Callable[[Trajectory], None]:
+    """Return a function that passes a trajectory to both."""
 
-    def __init__(self, name: str) -> None:
-        importlib.import_module("polars")  # whose import installs a handler after which a thread waits on (SA_RESTART)
-        signal.siginterrupt(signal.SIGINT, True)
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+    def deliver(trajectory: Trajectory) -> None:
+        if first is not None:
+            first(trajectory)
+        second(trajectory)
 
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Schedule a call of ``function`` in the event loop, without waiting for it."""
-        self.loop.call_soon_threadsafe(function)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+    return deliver
 
 
 def check_guide(sampler: Sampler | None, program: Program | None, sleep_mode: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -172,6 +173,8 @@ class TaughtTransform(AdvantageTransform):
             budgets = getattr(getattr(data, "rollouts", None), "budgets", None)
             with ranks.stop_together():
                 self.server.check(algorithm.policy_path, getattr(budgets, "max_length", None), self.support_size)
+            if self.prompts is None and (listen := getattr(data, "listen", None)) is not None:
+                listen(functools.partial(self._begin, data.max_off_policy_iterations))
         if self.self_teacher is not None:
             self.self_teacher.check_strategy(algorithm)
         questions = getattr(data, "training_questions", None)
@@ -180,6 +183,11 @@ class TaughtTransform(AdvantageTransform):
             raise ValueError(f"tasks is {self.tasks}, but no training question is of these; check the values")
         if self.prompts is not None:
             self.prompts.check_data(algorithm, data, mine)
+
+    def _begin(self, ahead: int, trajectory: Trajectory) -> None:
+        """Have the server score a trajectory while others roll out."""
+        if self.server is not None and not trajectory.left_out and self.judges(trajectory.task):
+            self.server.begin(trajectory, self.support_size, ahead)
 
     @property
     def support_size(self) -> int:

@@ -7,24 +7,46 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from common.async_calls import EventLoopThread
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
-from lightning_modules.batch import TokenBatch, TokenRows, micro_batches
+from lightning_modules.batch import TokenBatch, TokenRows, collate, micro_batches
 from lightning_modules.models.policy import embedding_rows
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
-from rollout.trajectory import InfrastructureError
+from rollout.trajectory import InfrastructureError, Trajectory, split_turns
 
 logger = logging.getLogger(__name__)
 
 # vLLM returns -9999 for -inf. exp(-100) is about float32's smallest probability; one token must not dominate a batch.
 LEAST_LOGPROB = -100.0
+_LOCK = threading.Lock()  # of what teachers have begun
 PROBE_TOKENS = 2000  # evenly spaced tokens of the student's vocabulary; their text compares the tokenizers
+
+T = TypeVar("T")
+Said = list[list[float]]  # of a row: for each wanted position the token's log-prob, k ids, their k log-probs
+Key = tuple[int, tuple[int, ...], tuple[int, ...]]  # k, the ids and the wanted positions of a row
+
+
+@cache
+def _thread() -> EventLoopThread:
+    """The event loop in which teachers are asked. Like the lock not in a teacher, which configurations copy."""
+    return EventLoopThread("teacher")
+
+
+class Begun(NamedTuple):
+    """A request that is made while others roll out."""
+
+    answer: Future[list[Said]]  # of one row
+    until: int  # calls of score_top after which nobody will ask for it
 
 
 class RemoteTeacher:
@@ -68,6 +90,8 @@ class RemoteTeacher:
         key = ApiKey(api_key_variable, f"the teacher {model}")
         options = (timeout_s, 0, backoff_s, concurrency)  # patience instead of retries
         self._servers = RoundRobinClient("RemoteTeacher", f"the teacher {model}", self.urls, key, *options)
+        self._begun: dict[Key, Begun] = {}
+        self._calls = 0  # of score_top
 
     def __repr__(self) -> str:
         return f"RemoteTeacher({self.model} at {', '.join(self.urls)})"
@@ -95,18 +119,25 @@ class RemoteTeacher:
         The servers need ``--max-logprobs`` of at least k (vLLM's default is 20). Ids from ``vocabulary`` on, which the
         student does not have, are -1.
         """
-        wanted = [row.nonzero()[:, 0].tolist() for row in batch.mask.cpu()]
-        read = [
-            row[: columns[-1] + 1] if columns else []
-            for row, columns in zip(batch.input_ids.tolist(), wanted, strict=True)
-        ]
+        read, wanted = _read(batch)
+        keys = [_key(k, *row) for row in zip(read, wanted, strict=True)]
+        with _LOCK:
+            begun = {row: self._begun[key] for row, key in enumerate(keys) if key in self._begun}
         lengths = [len(row) for row in read]
-        asked = [row for row, length in enumerate(lengths) if length]
+        asked = [row for row, length in enumerate(lengths) if length and row not in begun]
         groups = micro_batches(lengths, asked, self.max_tokens_per_request, packed=True)
-        answers = asyncio.run(self._run_all(self._ask(g, read, wanted, k) for g in groups)) if groups else []
-        said = {
-            row: values for g, rows in zip(groups, answers, strict=True) for row, values in zip(g, rows, strict=True)
-        }
+        others = _thread().submit(_all([self._ask(g, read, wanted, k) for g in groups]))
+        self._calls += 1
+        try:
+            said = {row: one.answer.result()[0] for row, one in begun.items()}
+            for group, rows_said in zip(groups, others.result(), strict=True):
+                said.update(zip(group, rows_said, strict=True))
+        except BaseException:  # one has failed, or Ctrl-C: the others end, too
+            others.cancel()
+            self._forget(math.inf)
+            raise
+        finally:
+            self._forget(self._calls, [keys[row] for row in begun])
         device, columns = batch.mask.device, 1 + 2 * k
         none = torch.empty((0, columns), dtype=torch.float64)
         rows = tuple(torch.tensor(said[row], dtype=torch.float64) if row in said else none for row in range(len(read)))
@@ -123,9 +154,8 @@ class RemoteTeacher:
 
     async def _ask(
         self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], k: int
-    ) -> list[list[list[float]]]:
-        """Request the teacher's log-probs at the wanted positions of the rows in ``group``. Returns for each row and
-        position the log-prob of its token, the ids of the k likeliest and their log-probs."""
+    ) -> list[Said]:
+        """Request the teacher's log-probs at the wanted positions of the rows in ``group``."""
         prompts = [ids[row] for row in group]
         answer, url = await self._servers.post(self._request(prompts, k), self.patience_s)
         choices = _choices(answer.body, len(prompts))
@@ -139,17 +169,29 @@ class RemoteTeacher:
     def _request(self, prompts: Sequence[Sequence[int]], k: int = 0) -> dict[str, Any]:
         return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
 
-    async def _run_all(self, requests: Any) -> list[Any]:
-        """Run all requests concurrently (at most ``concurrency`` in flight), in their own event loop, and return their
-        results."""
-        tasks = [asyncio.ensure_future(request) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # the first failure ends the others
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._servers.close()
+    def begin(self, trajectory: Trajectory, k: int = 0, ahead: int = 0) -> None:
+        """Request what ``score_top`` will ask for, of a trajectory that has just finished. Returns at once.
+
+        Args:
+            ahead: calls of ``score_top`` for earlier batches that may come first. Answers that nobody takes are
+                forgotten.
+        """
+        for ids, wanted in zip(*_read(collate(split_turns(trajectory))), strict=True):
+            with _LOCK:
+                if (key := _key(k, ids, wanted)) not in self._begun:
+                    answer = _thread().submit(self._ask([0], [ids], [wanted], k))
+                    self._begun[key] = Begun(answer, self._calls + 1 + ahead)
+
+    def _forget(self, calls: float, taken: Sequence[Key] = ()) -> None:
+        """Forget requests that were taken, and those that nobody will ask for after so many calls. Without others,
+        close the connections."""
+        with _LOCK:
+            for key in {*taken, *(key for key, one in self._begun.items() if one.until <= calls)}:
+                if (one := self._begun.pop(key, None)) is not None:
+                    one.answer.cancel()
+            closed = None if self._begun else _thread().submit(self._servers.close())
+        if closed is not None:
+            closed.result()
 
     # ------------------------------------------------------------------ before a training
     def check(self, student: str, longest: int | None = None, k: int = 0) -> None:
@@ -175,7 +217,11 @@ class RemoteTeacher:
         spread = vocabulary[:: max(len(vocabulary) // PROBE_TOKENS, 1)]
         text = tokenizer.decode(spread) + "".join(tokenizer.all_special_tokens)
         expected = tokenizer.encode(text, add_special_tokens=False)
-        asyncio.run(self._run_all(self._check_one(url, text, expected, student, longest, k) for url in self.urls))
+        checks = [self._check_one(url, text, expected, student, longest, k) for url in self.urls]
+        try:
+            _thread().submit(_all(checks)).result()
+        finally:
+            self._forget(0)
 
     async def _check_one(
         self, url: str, text: str, expected: list[int], student: str, longest: int | None, k: int
@@ -226,6 +272,28 @@ class RemoteTeacher:
                     f"{len(expected)} tokens, number {position} is {there} there and {here} here; take a teacher of "
                     "the same family"
                 )
+
+
+async def _all(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all. The first failure ends the others."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _read(batch: TokenBatch) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ids of each row up to its last sampled token, and the positions of the sampled tokens."""
+    wanted = [row.nonzero()[:, 0].tolist() for row in batch.mask.cpu()]
+    ids = batch.input_ids.tolist()
+    return [row[: at[-1] + 1] if at else [] for row, at in zip(ids, wanted, strict=True)], wanted
+
+
+def _key(k: int, ids: Sequence[int], wanted: Sequence[int]) -> Key:
+    return k, tuple(ids), tuple(wanted)
 
 
 def _tokens(body: str) -> tuple[list[int] | None, int | None]:

@@ -1,16 +1,21 @@
 """A teacher behind HTTP says what the same model says here; and what happens when the server does not."""
 
+import asyncio
 import copy
 import io
 import logging
 import random
+import threading
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoTokenizer
 
+from data_modules.datasets.questions import write_tasks
+from data_modules.rollout_data_module import RolloutDataModule
 from lightning_modules.advantage_transforms.distillation import TeacherPrompts
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.algorithms.grpo import GRPO
@@ -18,18 +23,30 @@ from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import collate
 from lightning_modules.models.policy import load_frozen_lm, token_logprobs
 from lightning_modules.models.remote_teacher import RemoteTeacher
+from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import Budgets
-from rollout.trajectory import InfrastructureError
+from rollout.protocols.search_r1 import SearchR1Protocol
+from rollout.rewards.qa import ExactMatchReward
+from rollout.system import RolloutSystem
+from rollout.tools.search import SearchTool
+from rollout.trajectory import InfrastructureError, Task
 from tests.conftest import make_model_dir
 from tests.lightning_modules.completions_server import Completions, served
 from tests.lightning_modules.helpers import fit, make_group, make_trajectory
 from tests.lightning_modules.test_configuration import parse
+from tests.rollout.scripted import ToyRetriever
+from tests.rollout.scripted_engine import ScriptedEngine
 from tests.rollout.serving import free_port
 
 
 @pytest.fixture(scope="module")
 def completions(teacher_dir):
     return Completions(str(teacher_dir))
+
+
+@pytest.fixture(scope="module")
+def protocol(model_dir):
+    return SearchR1Protocol(str(model_dir), template="short")
 
 
 def remote(server, **options):
@@ -121,6 +138,78 @@ def test_a_server_s_likeliest_tokens_are_those_of_the_folder(completions, model_
         )
         with pytest.raises(ValueError, match=message):
             fit(GRPO(str(model_dir), advantage_transforms=[loss], use_grpo=False), [rows()])
+
+
+# ---------------------------------------------------------------------- while others roll out
+def test_the_first_trajectory_is_scored_before_the_second_is_sampled(
+    completions, model_dir, teacher_dir, protocol, tmp_path
+):
+    """And what is learnt is what the same model teaches here, afterwards."""
+    scored = threading.Event()
+
+    def answers(body):
+        said = completions(body)
+        if len(body["prompt"][0]) > 10:  # no probe
+            scored.set()
+        return said
+
+    class Waiting(ScriptedEngine):
+        async def generate(self, ids, sampling):
+            if self.requests:
+                assert await asyncio.to_thread(scored.wait, 300), "nobody asked the teacher"
+            return await super().generate(ids, sampling)
+
+    write_tasks(tmp_path / "questions.parquet", [Task("0", "Where?", ("here",), "made_up")])
+    questions = str(tmp_path / "questions.parquet")
+    options, weights = {"lr": 1e-3, "epochs": 2, "clip_high": 0.28}, []
+    with served(answers) as server:
+        for module, engine in (
+            (SOD(str(model_dir), teacher_server=remote(server), **options), Waiting),
+            (SOD(str(model_dir), str(teacher_dir), **options), ScriptedEngine),
+        ):
+            replies = engine(["<answer> here </answer>", "<answer> there </answer>"], protocol.tokenizer)
+            environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+            system = RolloutSystem(replies, protocol, environment, ExactMatchReward(), concurrency=1)
+            data = RolloutDataModule(system, [questions], prompts_per_iteration=1, group_size=2)
+            quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+            L.Trainer(accelerator="cpu", max_steps=1, **quiet).fit(module, datamodule=data)
+            weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
+        assert [len(body["prompt"]) for body in server.bodies if len(body["prompt"][0]) > 10] == [1, 1], "each once"
+    assert (weights[0] - weights[1]).abs().max() < 1e-5
+
+
+def test_what_was_asked_early_is_not_asked_again(completions):
+    first, second, third, fourth, *_ = rows()
+    with served(completions) as server:
+        expected = [remote(server).score_top(collate(some), 5) for some in ([first, second], [third])]
+        del server.bodies[:]
+        teacher = remote(server)
+        for trajectory, ahead in ((first, 0), (first, 0), (third, 1), (fourth, 0)):
+            teacher.begin(trajectory, 5, ahead)
+        found = [teacher.score_top(collate([first, second]), 5)]
+        assert {key[1][:5] for key in teacher._begun} == {third.prompt_ids[:5]}, "nobody will ask for the fourth"
+        found.append(teacher.score_top(collate([third]), 5))
+        assert len(server.bodies) <= 4 and not teacher._begun
+        sent = [tuple(ids) for body in server.bodies for ids in body["prompt"]]
+        assert len(set(sent)) == len(sent)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one[1].joined, other[1].joined)
+        assert all(torch.allclose(one[i].joined, other[i].joined, atol=1e-5) for i in (0, 2))
+
+
+def test_an_early_failure_is_raised_where_the_answer_is_needed(completions):
+    with served([(400, "too long")]) as server:
+        teacher = remote(server)
+        teacher.begin(rows()[0])
+        with pytest.raises(InfrastructureError, match="status 400: too long"):
+            teacher.score(collate(rows()))
+        assert not teacher._begun
+    with served(completions) as server:
+        teacher = remote(server)
+        for trajectory in (make_trajectory(random.Random(0), 0, spans=[]), rows()[0]):
+            teacher.begin(trajectory)
+        assert len(teacher._begun) == 1, "no token was sampled in the other"
+        assert teacher.score(collate(rows())).any()
 
 
 def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):

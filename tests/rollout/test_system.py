@@ -251,7 +251,7 @@ def test_close_ends_the_thread_and_closes_what_it_was_given(make_system, protoco
 def test_ctrl_c_ends_a_wait_for_trajectories():
     """In a process of its own: others may have replaced the handler that polars installs when it is imported."""
     code = (
-        "import polars, queue\nfrom rollout.system import EventLoopThread\n"
+        "import polars, queue\nfrom common.async_calls import EventLoopThread\n"
         "thread = EventLoopThread('rollout')\nprint('waiting', flush=True)\nqueue.SimpleQueue().get()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
