@@ -4,8 +4,14 @@ import asyncio
 import copy
 import io
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -27,6 +33,7 @@ from rollout.environments.question_answering import QuestionAnswering
 from rollout.loop.agent_loop import Budgets
 from rollout.protocols.search_r1 import SearchR1Protocol
 from rollout.rewards.qa import ExactMatchReward
+from rollout.services import round_robin
 from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import InfrastructureError, Task
@@ -138,6 +145,66 @@ def test_a_server_s_likeliest_tokens_are_those_of_the_folder(completions, model_
         )
         with pytest.raises(ValueError, match=message):
             fit(GRPO(str(model_dir), advantage_transforms=[loss], use_grpo=False), [rows()])
+
+
+@pytest.fixture
+def vllm_server(teacher_dir):
+    """The address of vLLM's own server."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    port = free_port()
+    words = f"serve {teacher_dir} --served-model-name teacher --port {port} --max-logprobs 50 --max-model-len 1024"
+    words += " --dtype float32 --enforce-eager --max-num-seqs 8"
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("vllm"), *words.split()],
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Application startup complete" in line:
+                break
+        assert process.poll() is None and "startup complete" in said[-1], "".join(said[-30:])
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop it
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_vllms_own_server_says_what_the_same_model_says_here(vllm_server, teacher_dir, monkeypatch):
+    batch, sizes, k = collate(rows()), [], 50
+    teacher = RemoteTeacher([vllm_server], "teacher")
+    teacher.check(str(teacher_dir), 1023, k)
+    with pytest.raises(ValueError, match=r"its 51 likeliest tokens .* --max-logprobs 51"):
+        teacher.check(str(teacher_dir), 1023, k + 1)
+    with pytest.raises(ValueError, match="takes 1024 tokens"):
+        teacher.check(str(teacher_dir), 1024)
+
+    async def counted(*words, post=round_robin.post_json):
+        answer = await post(*words)
+        sizes.append(len(answer.body))
+        return answer
+
+    monkeypatch.setattr(round_robin, "post_json", counted)
+    sampled, ids, support = teacher.score_top(batch, k)
+    model = load_frozen_lm(str(teacher_dir))
+    with torch.no_grad():
+        logprobs = model(batch.input_ids).logits.float().log_softmax(-1)
+        expected = token_logprobs(model, batch).logprobs
+    at = batch.mask.nonzero()
+    before = logprobs[at[:, 0], at[:, 1] - 1]
+    assert torch.allclose(sampled.column(0, batch.mask), expected, atol=1e-4)
+    assert torch.allclose(support.joined, before.topk(k).values, atol=1e-4)
+    assert torch.allclose(before.gather(1, ids.joined.long()), support.joined, atol=1e-4)
+    read = sum(int(row.nonzero()[-1]) + 1 for row in batch.mask if row.any())
+    assert 40 < sum(sizes) / (read * k) < 100, "bytes per token and likeliest token, as on the page"
 
 
 # ---------------------------------------------------------------------- while others roll out
