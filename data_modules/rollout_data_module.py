@@ -140,7 +140,7 @@ class RolloutDataModule(TrainingData):
         # Of the last iteration, on this rank: (discarded groups, all groups). It is None without dynamic sampling.
         self.discarded_groups: tuple[int, int] | None = None
         self.discarded: list[Trajectory] = []  # of the last iteration, this rank's
-        self._listeners: list[Callable[[Trajectory], None]] = []
+        self._listeners: list[tuple[Callable[[Trajectory], None], Callable[[], None]]] = []
         self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
         self._questions: list[Task] = []
         self._order: tuple[int, list[int]] = (-1, [])  # (pass, its permutation)
@@ -194,11 +194,12 @@ class RolloutDataModule(TrainingData):
             self._questions[i] for i in others[attempt * self.prompts_per_iteration :][: self.prompts_per_iteration]
         ]
 
-    def listen(self, listener: Callable[[Trajectory], None]) -> None:
-        """Have ``listener`` called with each training trajectory as soon as it has finished, in the event loop of the
-        rollout system. Where ranks exchange trajectories (``balance_tokens``), it is not called."""
-        if self.world_size == 1 or not self.balance_tokens:
-            self._listeners.append(listener)
+    def listen(self, finished: Callable[[Trajectory], None], ended: Callable[[], None]) -> None:
+        """Have ``finished`` called with each training trajectory as soon as it has finished, in the event loop of the
+        rollout system, and ``ended`` when training has ended or failed. Neither is called where this rank may learn
+        from other trajectories: with several ranks and ``balance_tokens``, or with ``dynamic_sampling``."""
+        if (self.world_size == 1 or not self.balance_tokens) and self.dynamic_sampling is None:
+            self._listeners.append((finished, ended))
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -305,8 +306,13 @@ class RolloutDataModule(TrainingData):
         return how
 
     def _tell(self, trajectory: Trajectory) -> None:
-        for listener in self._listeners:
-            listener(trajectory)
+        for finished, _ in self._listeners:
+            finished(trajectory)
+
+    def _end_listening(self) -> None:
+        for _, ended in self._listeners:
+            ended()
+        self._listeners.clear()
 
     def _by_group(self, trajectories: list[Trajectory]) -> Groups:
         n = self.group_size
@@ -333,11 +339,13 @@ class RolloutDataModule(TrainingData):
     def teardown(self, stage: str) -> None:
         if self._ahead is not None:
             self._ahead.cancel()
+        self._end_listening()
         super().teardown(stage)
 
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.cancel()
+        self._end_listening()
         super().close()
 
 

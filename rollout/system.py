@@ -78,7 +78,7 @@ class RolloutSystem:
         max_turns: turns that may call tools. With ``final_turn`` one more turn follows, whose calls are refused. Of a
             program: turns in all.
         max_turn_tokens, max_observation_tokens, max_response_tokens: see ``agent_loop.Budgets``.
-        max_length: prompt and response together; by default ``engine.max_length``.
+        max_length: prompt and response together; by default ``engine.max_length`` (or the guide's, if that is less).
         concurrency: trajectories in flight at once. Earlier prompts go first, including their forks.
         sampler: chooses which trajectories of a group exist. Diagnostic prompts are always sampled independently.
         entropy_tokens: record the entropy of this many first tokens of every turn (``Turn.entropy``). 0: only if the
@@ -135,7 +135,9 @@ class RolloutSystem:
         if self._sleeper is not None:
             self._sleeper.allow_sleep()
         if max_length is None:
-            max_length = getattr(engine, "max_length", None)
+            engines = (engine,) if guide is None else (engine, guide.engine)
+            limits = [getattr(one, "max_length", None) for one in engines]
+            max_length = min((limit for limit in limits if limit is not None), default=None)
         tokens = (max_turn_tokens, max_observation_tokens, max_response_tokens, max_length)
         self.budgets = Budgets(max_turns, *tokens, final_turn, step_timeout_s, limit_eos)
         self.engine, self.protocol, self.reward = engine, protocol, reward
@@ -402,8 +404,6 @@ class RolloutSystem:
             if isinstance(part, Startable):
                 await part.start()
         await self.engine.start()
-        if self.guide is not None:
-            await self.guide.engine.start()
 
     @contextmanager
     def _nothing_in_flight(self) -> Iterator[None]:
@@ -455,6 +455,10 @@ class RolloutSystem:
     ) -> None:
         """Roll out ``n`` trajectories per task and pass each to ``deliver`` once it is finished. ``batch``: lower
         numbers go first; -1 is for ``stream``, whose caller waits."""
+        if request.guided > 0:
+            if self.guide is None:
+                raise ValueError(f"guided is {request.guided}, but the rollout system has no guide; give it one, or 0")
+            await self.guide.engine.start()
         scorer = None if self.reward is None else Scorer(self.reward)
         chosen = loop or self.agent_loop
 

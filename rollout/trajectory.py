@@ -255,7 +255,8 @@ class Turn:
 
     @property
     def versions(self) -> Runs:
-        """Pairs of (policy version, number of tokens) in order, over all tokens of the turn; none of a guide's turn."""
+        """Pairs of (policy version, number of tokens) in order, over all tokens of the turn; empty if a guide sampled
+        them."""
         return () if self.guided else runs_of(self.policy_version, self.version_runs, self.end - self.start)
 
 
@@ -421,7 +422,7 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> tuple[int, int]:
-        """Policy versions that sampled the first and the last token; (-1, -1) for an empty response."""
+        """Policy versions of the first and the last token that the policy sampled; (-1, -1) without any."""
         runs = [run for turn in self.turns for run in turn.versions]
         return (runs[0][0], runs[-1][0]) if runs else (-1, -1)
 

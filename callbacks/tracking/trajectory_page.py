@@ -190,6 +190,7 @@ def _turn_lines(item: PageItem) -> list[str]:
     lines = []
     for number, (turn, metrics) in enumerate(zip(turns, turn_metrics(item.trajectory, item.signals), strict=True), 1):
         parts = [f"turn {number} of {len(turns)}", f"{turn.end - turn.start} tokens"]
+        parts += ["played by the guide"] if turn.guided else []
         parts += [f"reward {turn.reward:.4g}"] if paid else []
         parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
         if turn.action.kind is ActionKind.INVALID or not turn.action.well_formed:

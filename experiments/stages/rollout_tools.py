@@ -34,7 +34,7 @@ def check_rollouts(parsed: Any, where: str, upstream: Sequence[Path] = ()) -> No
             continue
         from rollout.environments.base import check_tools
         from rollout.samplers.base import check_forks
-        from rollout.system import check_sleep
+        from rollout.system import check_guide, check_sleep
 
         protocol = import_class(rollouts.protocol.class_path, where)
         given_tools = rollouts.get("protocol.init_args.tools")
@@ -43,6 +43,8 @@ def check_rollouts(parsed: Any, where: str, upstream: Sequence[Path] = ()) -> No
         environment = environment_tools(rollouts.environment.class_path, rollouts.get("environment.init_args.tools"))
         sampler = rollouts.get("sampler.class_path")
         with refusals(where):
+            if rollouts.get("guide.engine.class_path"):
+                check_guide(import_class(sampler, where) if sampler else None, None, bool(rollouts.get("sleep_mode")))
             if called and environment is not None:
                 check_tools(environment, called, protocol.__name__)
             given = rollouts.get("protocol.init_args") or {}

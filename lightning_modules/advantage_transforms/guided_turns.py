@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from common.ranges import PositiveFloat
+from common.schedules import is_zero
 from lightning_modules.advantage_transforms.base import AdvantageTransform, Algorithm, MicroBatch, RolloutBatch
 from lightning_modules.batch import RowTensors, TokenBatch
+from lightning_modules.maths.correction import Correction
 from lightning_modules.maths.losses import masked_sum
 
 if TYPE_CHECKING:
@@ -25,12 +27,13 @@ class GuidedInputs(RowTensors):
 
 
 class GuidedTurns(AdvantageTransform):
-    """Imitates the turns that the rollouts' guide has played: cross-entropy on their tokens, and advantage 0, whatever
-    other transforms of the list say of them. The mean is over the tokens of all turns, so that the guide's share
-    weighs its loss. With ``Distillation`` on the policy's own turns and ``use_grpo: false`` this is Guided-OPD.
+    """Imitates the turns that the rollouts' guide has played: cross-entropy on their tokens. Advantages, ratios and the
+    other transforms concern the policy's tokens. The policy loss and the cross-entropy share one divisor, the tokens of
+    all turns (``aggregation``), so the guide's share weighs them. With ``Distillation`` and ``use_grpo: false`` this is
+    Guided-OPD.
 
     Put it last in the list. Logged: ``train/guided_tokens`` (share of the sampled tokens), ``train/loss_guided`` (mean
-    cross-entropy of these, nats).
+    cross-entropy of these, nats). ``train/reward`` and the like are those of trajectories that both have played.
 
     Args:
         coef: weight of the cross-entropy.
@@ -45,6 +48,21 @@ class GuidedTurns(AdvantageTransform):
     def check(self, algorithm: Algorithm) -> None:
         if algorithm.advantage_transforms[-1] is not self:
             raise ValueError("advantage_transforms: GuidedTurns must be the last, because it takes signals away")
+        unfit = {
+            "a critic": getattr(algorithm, "critic_path", None) is not None,
+            "kl_coef": not is_zero(getattr(algorithm, "kl_coef", 0.0)),
+            "entropy_coef": not is_zero(getattr(algorithm, "entropy_coef", 0.0)),
+            "ratio_denominator: sampler": getattr(algorithm, "ratio_denominator", None) == "sampler",
+            "importance_level or mask_level: sequence": getattr(algorithm, "correction", Correction()).by_sequence,
+        }
+        unfit |= {
+            type(other).__name__: other.adds_loss for other in algorithm.advantage_transforms if other is not self
+        }
+        if names := [name for name, given in unfit.items() if given]:
+            raise ValueError(
+                f"GuidedTurns and {', '.join(names)}: these would also concern the guide's tokens, which the policy "
+                "has not sampled; leave them out"
+            )
 
     def check_data(self, algorithm: Algorithm, data: Any) -> None:
         rollouts = getattr(data, "rollouts", None)
@@ -53,7 +71,7 @@ class GuidedTurns(AdvantageTransform):
 
     def transform(self, batch: RolloutBatch, advantages: Tensor) -> tuple[Tensor, RowTensors | None]:
         guided = guided_tokens(batch.trajectories, batch.tokens)
-        batch.algorithm.metrics.mean("train/guided_tokens", guided.sum(), batch.tokens.mask.sum())
+        batch.algorithm.metrics.mean("train/guided_tokens", guided.sum(), guided.sum() + batch.tokens.mask.sum())
         return advantages * (1.0 - guided), GuidedInputs(guided)
 
     def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
@@ -79,7 +97,18 @@ def guided_tokens(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tens
 def by_policy(trajectories: Sequence[Trajectory], batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
     """Return the batch with these log-probs [B, T] instead of the sampler's for the guide's tokens, which the policy
     has not sampled: their ratio is 1."""
-    if not any(turn.guided for t in trajectories for turn in t.turns):
+    if not _any_guided(trajectories):
         return batch
     sampler = torch.where(guided_tokens(trajectories, batch) > 0, logprobs, batch.sampler_logprobs)
     return dataclasses.replace(batch, sampler_logprobs=sampler)
+
+
+def of_policy(trajectories: Sequence[Trajectory], batch: TokenBatch) -> TokenBatch:
+    """Return the batch with a mask of the tokens that the policy itself has sampled."""
+    if not _any_guided(trajectories):
+        return batch
+    return dataclasses.replace(batch, mask=batch.mask * (1.0 - guided_tokens(trajectories, batch)))
+
+
+def _any_guided(trajectories: Sequence[Trajectory]) -> bool:
+    return any(turn.guided for t in trajectories for turn in t.turns)

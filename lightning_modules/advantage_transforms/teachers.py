@@ -174,7 +174,7 @@ class TaughtTransform(AdvantageTransform):
             with ranks.stop_together():
                 self.server.check(algorithm.policy_path, getattr(budgets, "max_length", None), self.support_size)
             if self.prompts is None and (listen := getattr(data, "listen", None)) is not None:
-                listen(functools.partial(self._begin, data.max_off_policy_iterations))
+                listen(functools.partial(self._begin, data.max_off_policy_iterations), self.server.forget)
         if self.self_teacher is not None:
             self.self_teacher.check_strategy(algorithm)
         questions = getattr(data, "training_questions", None)

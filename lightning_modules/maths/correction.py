@@ -48,6 +48,10 @@ class Correction:
     def active(self) -> bool:
         return self.cap is not None or self.mask_ratio is not None
 
+    @property
+    def by_sequence(self) -> bool:
+        return "sequence" in (self.level, self.mask_level)
+
     def weights(self, old_logprobs_BT: Tensor, batch: TokenBatch) -> Tensor:
         """Return the factor of each sampled token in the policy's loss [B, T]. Without options it is the mask."""
         weights = batch.mask.clone()

@@ -22,31 +22,31 @@ from lightning_modules.batch import TokenBatch, TokenRows, collate, micro_batche
 from lightning_modules.models.policy import embedding_rows
 from rollout.services.http_client import ApiKey
 from rollout.services.round_robin import RoundRobinClient
-from rollout.trajectory import InfrastructureError, Trajectory, split_turns
+from rollout.trajectory import InfrastructureError, PermanentFailure, Trajectory, split_turns
 
 logger = logging.getLogger(__name__)
 
 # vLLM returns -9999 for -inf. exp(-100) is about float32's smallest probability; one token must not dominate a batch.
 LEAST_LOGPROB = -100.0
-_LOCK = threading.Lock()  # of what teachers have begun
+_LOCK = threading.Lock()  # guards ``_begun`` of all teachers
 PROBE_TOKENS = 2000  # evenly spaced tokens of the student's vocabulary; their text compares the tokenizers
 
 T = TypeVar("T")
-Said = list[list[float]]  # of a row: for each wanted position the token's log-prob, k ids, their k log-probs
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]  # k, the ids and the wanted positions of a row
 
 
 @cache
 def _thread() -> EventLoopThread:
-    """The event loop in which teachers are asked. Like the lock not in a teacher, which configurations copy."""
+    """Return the event loop in which all teachers are asked. A configuration copies its teacher, so that this can hold
+    neither a thread nor a lock."""
     return EventLoopThread("teacher")
 
 
 class Begun(NamedTuple):
     """A request that is made while others roll out."""
 
-    answer: Future[list[Said]]  # of one row
-    until: int  # calls of score_top after which nobody will ask for it
+    answer: Future[list[Tensor]]  # of one row
+    until: int  # ``score_top`` will not ask for it after so many calls
 
 
 class RemoteTeacher:
@@ -62,7 +62,8 @@ class RemoteTeacher:
         urls: base addresses such as ``["http://127.0.0.1:8001/v1"]``; requests go round-robin.
         model: name of the teacher on the servers.
         api_key_variable: name of the environment variable with the key; null: no key is sent.
-        max_tokens_per_request: most tokens of the trajectories in a request; a longer trajectory gets its own request.
+        max_tokens_per_request: most tokens of the trajectories in a request; a longer trajectory gets its own request,
+            as does one that is scored while others roll out.
         concurrency: requests in flight at once, of each rank.
         timeout_s: seconds for one attempt.
         patience_s: seconds after its first failure during which a request is repeated while no server answers or all
@@ -85,6 +86,9 @@ class RemoteTeacher:
         patience_s: NonNegativeFloat = 1500.0,
         backoff_s: NonNegativeFloat = 1.0,
     ) -> None:
+        self._given = (
+            urls, model, api_key_variable, max_tokens_per_request, concurrency, timeout_s, patience_s, backoff_s
+        )  # fmt: skip
         self.model, self.max_tokens_per_request, self.patience_s = model, max_tokens_per_request, patience_s
         self.urls = [url.rstrip("/").removesuffix("/completions") + "/completions" for url in urls]
         key = ApiKey(api_key_variable, f"the teacher {model}")
@@ -128,22 +132,26 @@ class RemoteTeacher:
         groups = micro_batches(lengths, asked, self.max_tokens_per_request, packed=True)
         others = _thread().submit(_all([self._ask(g, read, wanted, k) for g in groups]))
         self._calls += 1
+        said: dict[int, Tensor] = {}
         try:
-            said = {row: one.answer.result()[0] for row, one in begun.items()}
-            for group, rows_said in zip(groups, others.result(), strict=True):
-                said.update(zip(group, rows_said, strict=True))
+            for row, one in begun.items():
+                try:
+                    [said[row]] = one.answer.result()
+                except PermanentFailure:
+                    raise
+                except InfrastructureError:  # its patience has run out while others rolled out
+                    [said[row]] = _thread().submit(self._ask([row], read, wanted, k)).result()
+            for group, answers in zip(groups, others.result(), strict=True):
+                said.update(zip(group, answers, strict=True))
         except BaseException:  # one has failed, or Ctrl-C: the others end, too
             others.cancel()
-            self._forget(math.inf)
+            self.forget()
             raise
         finally:
             self._forget(self._calls, [keys[row] for row in begun])
         device, columns = batch.mask.device, 1 + 2 * k
-        none = torch.empty((0, columns), dtype=torch.float64)
-        rows = tuple(torch.tensor(said[row], dtype=torch.float64) if row in said else none for row in range(len(read)))
-        found = TokenRows(
-            tuple(row.to(device) for row in rows), none.to(device)
-        )  # float64: exact for ids and log-probs
+        none = torch.empty((0, columns), dtype=torch.float64, device=device)  # float64 is exact for ids and log-probs
+        found = TokenRows(tuple(said[row].to(device) if row in said else none for row in range(len(read))), none)
         sampled = found.columns(0, 1, torch.float32)
         if bounded := int((sampled.joined == LEAST_LOGPROB).sum()):
             logger.warning("%s: %d tokens are impossible to it, counted as log-prob %g", self, bounded, LEAST_LOGPROB)
@@ -154,17 +162,19 @@ class RemoteTeacher:
 
     async def _ask(
         self, group: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], k: int
-    ) -> list[Said]:
-        """Request the teacher's log-probs at the wanted positions of the rows in ``group``."""
+    ) -> list[Tensor]:
+        """Request what the teacher says at the wanted positions of the rows in ``group``. Returns of each row a tensor
+        [n, 1 + 2 k] float64: at each position the token's log-prob, the ids of the k likeliest, their log-probs."""
         prompts = [ids[row] for row in group]
         answer, url = await self._servers.post(self._request(prompts, k), self.patience_s)
         choices = _choices(answer.body, len(prompts))
         if choices is None:
             raise InfrastructureError(f"{url}: expected {len(prompts)} choices; found {answer.excerpt}")
-        return [
+        said = (
             [[_logprob(choice, prompt, position, url), *_top(choice, position, k, url)] for position in wanted[row]]
             for row, prompt, choice in zip(group, prompts, choices, strict=True)
-        ]
+        )
+        return [torch.tensor(row, dtype=torch.float64) for row in said]
 
     def _request(self, prompts: Sequence[Sequence[int]], k: int = 0) -> dict[str, Any]:
         return {"model": self.model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
@@ -173,8 +183,7 @@ class RemoteTeacher:
         """Request what ``score_top`` will ask for, of a trajectory that has just finished. Returns at once.
 
         Args:
-            ahead: calls of ``score_top`` for earlier batches that may come first. Answers that nobody takes are
-                forgotten.
+            ahead: calls of ``score_top`` for earlier batches that may come first. Later the request is ended.
         """
         for ids, wanted in zip(*_read(collate(split_turns(trajectory))), strict=True):
             with _LOCK:
@@ -182,9 +191,16 @@ class RemoteTeacher:
                     answer = _thread().submit(self._ask([0], [ids], [wanted], k))
                     self._begun[key] = Begun(answer, self._calls + 1 + ahead)
 
+    def forget(self) -> None:
+        """End all requests that were begun."""
+        self._forget(math.inf)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._given  # a copy has its own connections and has begun nothing
+
     def _forget(self, calls: float, taken: Sequence[Key] = ()) -> None:
-        """Forget requests that were taken, and those that nobody will ask for after so many calls. Without others,
-        close the connections."""
+        """End requests whose answers were taken, and those that ``score_top`` will not ask for after so many calls.
+        When no request is left, close the connections."""
         with _LOCK:
             for key in {*taken, *(key for key, one in self._begun.items() if one.until <= calls)}:
                 if (one := self._begun.pop(key, None)) is not None:
@@ -275,7 +291,7 @@ class RemoteTeacher:
 
 
 async def _all(requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. The first failure ends the others."""
+    """Return the results of all requests. The first failure ends the others."""
     tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         return await asyncio.gather(*tasks)

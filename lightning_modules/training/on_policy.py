@@ -30,7 +30,7 @@ from common.ranges import (
     UnitInterval,
 )
 from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch, first_teacher
-from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, by_policy
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, by_policy, of_policy
 from lightning_modules.batch import (
     LogprobBatch,
     PolicyOutputs,
@@ -237,6 +237,10 @@ class OnPolicyModule(PolicyModule):
         if stage == "fit":
             self.accept_data(self.data)
 
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self._accepted = None  # another training has the data checked again
+
     def accept_data(self, data: Any) -> None:
         """Check a data module with ``check_data``, only once. Data modules with rollouts call this before their engine
         loads a model; ``setup`` calls it for all others."""
@@ -259,8 +263,11 @@ class OnPolicyModule(PolicyModule):
         if guided and not any(isinstance(transform, GuidedTurns) for transform in self.advantage_transforms):
             raise ValueError(
                 "rollouts.guide plays turns, which the policy loss would reinforce as if the policy had sampled them; "
-                "put lightning_modules.advantage_transforms.guided_turns.GuidedTurns last in advantage_transforms"
+                "put lightning_modules.advantage_transforms.guided_turns.GuidedTurns last in GRPO's "
+                "advantage_transforms"
             )
+        if guided and (folder := getattr(data.rollouts.guide.engine, "folder", None)) is not None:
+            require_same_tokenizer(self.policy_path, folder)
         for transform in self.advantage_transforms:
             transform.check_data(self, data)
 
@@ -430,7 +437,7 @@ class OnPolicyModule(PolicyModule):
             scores = self.score(usable, batch)
             if scores.old_logprobs is not None:
                 batch = by_policy(usable, batch, scores.old_logprobs)
-            inputs = self.compute_advantages(usable, batch, scores)
+            inputs = self.compute_advantages(usable, of_policy(usable, batch), scores)
             weights = self.token_weights(batch, scores)
         advantages = getattr(inputs, "advantages", None)
         if isinstance(advantages, Tensor) and "train/advantage_abs" not in self.metrics:
@@ -443,7 +450,8 @@ class OnPolicyModule(PolicyModule):
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
             batch = by_policy(usable, batch, self._seen.logprobs)
         self._last = (usable, batch, without_token_rows(scores), without_token_rows(inputs), weights)
-        log_mismatch(self.metrics, usable, batch, scores.require("old_logprobs"), self.correction, version)
+        own = of_policy(usable, batch)
+        log_mismatch(self.metrics, usable, own, scores.require("old_logprobs"), self.correction, version)
         for transform in self.advantage_transforms:
             transform.after_update(self)
         log_rollout(self.metrics, trajectories)

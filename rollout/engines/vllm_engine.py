@@ -83,6 +83,7 @@ class VLLMEngine(EngineProcess):
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
         environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's NUMA binding
+        self.folder = model
         if Path(model).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"
         super().__init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from common.schedules import Coefficient, Schedule
+from common.schedules import Coefficient, Schedule, is_zero
 from common.seeds import derive_seed
 from rollout.engines.base import Engine
 
@@ -13,7 +13,7 @@ from rollout.engines.base import Engine
 @dataclass(frozen=True)
 class Guide:
     """A teacher that plays a share of the turns while the policy trains. Its turns are marked (``Turn.guided``);
-    ``GuidedTurns`` learns from them. Evaluations have no guide.
+    ``GuidedTurns`` learns from them. Evaluations have no guide. Its engine starts with the first turn that it may play.
 
     Args:
         engine: samples the teacher's turns; it must have the policy's tokenizer.
@@ -27,6 +27,8 @@ class Guide:
         ends = (self.share.start, self.share.end) if isinstance(self.share, Schedule) else (self.share,)
         if max(ends) > 1:
             raise ValueError(f"rollouts.guide.share is {self.share}; expected probabilities from 0 to 1")
+        if is_zero(self.share):
+            raise ValueError("rollouts.guide.share is 0, so that the guide never plays; leave it out, or raise it")
 
     def share_at(self, iteration: int) -> float:
         """Return the probability in an iteration (0, 1, ...)."""

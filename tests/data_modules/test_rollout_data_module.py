@@ -9,15 +9,18 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from common.schedules import Schedule
 from data_modules.datasets.files import DatasetError
 from data_modules.loading.decoding import Decoding
 from data_modules.loading.failure_guard import TooManyFailuresError
 from data_modules.rollout_data_module import RolloutDataModule
+from rollout.loop.guide import Guide
 from rollout.skills.injection import Skills
 from rollout.skills.retrieval import TaskType
 from rollout.system import TestLimits
 from tests.data_modules.toys import Recorder, sampled_by, trainer
 from tests.processes import run_group
+from tests.rollout.scripted_engine import ScriptedEngine
 
 
 def groups(batches):
@@ -215,6 +218,20 @@ def test_failures_are_passed_on_until_there_are_too_many_in_a_row(make_data, tmp
         trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
     assert len(module.train_batches) == 1
     assert data.state_dict()["train"]["position"] == 1, "the iteration that was not trained on is not counted"
+
+
+def test_the_guide_s_share_follows_the_iteration_and_evaluations_have_none(make_system, question_file, tmp_path):
+    teacher = ScriptedEngine(lambda ids, sampling: "<answer> answer 0 </answer>", make_system().protocol.tokenizer)
+    system = make_system(guide=Guide(teacher, Schedule(1.0, 0.0, iterations=1)))
+    files = {name: [question_file(name, ["wrong"] * 2)] for name in ("train", "val")}
+    options = {"train_files": files["train"], "val_files": files["val"], "prompts_per_iteration": 2, "iterations": 2}
+    module = Recorder()
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=RolloutDataModule(system, seed=0, **options))
+    assert [[turn.guided for t in batch for turn in t.turns] for batch in module.train_batches] == [
+        [True] * 2,
+        [False] * 2,
+    ]
+    assert len(teacher.requests) == 2 and module.val_batches
 
 
 def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):

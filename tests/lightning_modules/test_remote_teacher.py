@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import io
 import logging
 import os
@@ -54,6 +55,20 @@ def completions(teacher_dir):
 @pytest.fixture(scope="module")
 def protocol(model_dir):
     return SearchR1Protocol(str(model_dir), template="short")
+
+
+@pytest.fixture
+def make_data(protocol):
+    """``make_data(ranks, **options) -> RolloutDataModule``, which is not set up."""
+
+    def make(ranks, **options):
+        environment = QuestionAnswering({"search": SearchTool(ToyRetriever())})
+        system = RolloutSystem(ScriptedEngine([], protocol.tokenizer), protocol, environment, ExactMatchReward())
+        data = RolloutDataModule(system, ["none"], prompts_per_iteration=2, group_size=2, **options)
+        data.trainer = SimpleNamespace(world_size=ranks)
+        return data
+
+    return make
 
 
 def remote(server, **options):
@@ -277,6 +292,45 @@ def test_an_early_failure_is_raised_where_the_answer_is_needed(completions):
             teacher.begin(trajectory)
         assert len(teacher._begun) == 1, "no token was sampled in the other"
         assert teacher.score(collate(rows())).any()
+
+
+def test_an_outage_while_others_roll_out_ends_nothing(completions):
+    """The answer is asked for again where it is needed, with the whole patience."""
+    answers = iter([(502, "starting")])
+    with served(lambda body: next(answers, None) or completions(body)) as server:
+        teacher = remote(server, patience_s=0.0)
+        teacher.begin(rows()[0])
+        assert isinstance(next(iter(teacher._begun.values())).answer.exception(60), InfrastructureError)
+        assert torch.allclose(teacher.score(collate(rows())), remote(server).score(collate(rows())), atol=1e-5)
+
+
+def test_requests_end_with_the_training(model_dir, completions, make_data):
+    """With several ranks that exchange trajectories, or dynamic sampling, there are none: others may be learnt from."""
+    asked, release = threading.Event(), threading.Event()
+
+    def waits(body):
+        asked.set()
+        release.wait(60)
+
+    with served(waits) as server:
+        teacher = remote(server)
+        data = make_data(1)
+        loss = SOD(str(model_dir), teacher_server=teacher).advantage_transforms[0]
+        data.listen(functools.partial(loss._begin, 0), teacher.forget)
+        data._tell(rows()[0])
+        try:
+            assert asked.wait(60) and not copy.deepcopy(teacher)._begun
+            [one] = teacher._begun.values()
+            data.teardown("fit")
+            assert one.answer.cancelled() and not teacher._begun
+        finally:
+            release.set()
+    for data in (make_data(2), make_data(1, dynamic_sampling=2)):
+        data.listen(lambda trajectory: None, lambda: None)
+        assert not data._listeners
+    unexchanged = make_data(2, balance_tokens=False)
+    unexchanged.listen(lambda trajectory: None, lambda: None)
+    assert unexchanged._how(0)["on_finished"] == unexchanged._tell
 
 
 def test_a_server_reads_other_prompts_too(completions, model_dir, teacher_dir):

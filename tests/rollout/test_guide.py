@@ -55,6 +55,26 @@ def test_without_a_share_the_guide_has_no_effect(world):
     assert all(turn.guided for t in whole for turn in t.turns) and whole[0].policy_versions == (-1, -1)
 
 
+def test_the_guide_starts_with_the_first_turn_that_it_may_play(world):
+    started = []
+
+    class Counted(TimedEngine):
+        async def start(self):
+            started.append(self)
+            await super().start()
+
+    teacher = Counted(lambda ids, sampling: world.encode("<answer> Grey Harbor </answer>"), world.protocol.tokenizer)
+    teacher.max_length = 300
+    system = world.make(always(1), guide=Guide(teacher, 0.5))
+    assert system.budgets.max_length == 300, "the smaller one"
+    system.rollout(tasks(1), sampling=SAMPLING, seed=0)
+    assert not started
+    system.rollout(tasks(1), sampling=SAMPLING, seed=0, guided=1.0)
+    assert started
+    with pytest.raises(ValueError, match=r"guided is 0.5, but the rollout system has no guide"):
+        world.make(always(1)).rollout(tasks(1), sampling=SAMPLING, seed=0, guided=0.5)
+
+
 def test_marks_are_stored(world, tmp_path):
     found, _, _ = roll(world, 0.5)
     save_trajectories(tmp_path / "t.parquet", found)
@@ -68,6 +88,8 @@ def test_a_share_falls_by_schedule():
     assert Guide(None, 0.3).share_at(7) == 0.3
     with pytest.raises(ValueError, match=r"guide.share is 1.5; expected probabilities"):
         Guide(None, 1.5)
+    with pytest.raises(ValueError, match=r"guide.share is 0, so that the guide never plays"):
+        Guide(None, 0.0)
 
 
 @pytest.mark.parametrize(

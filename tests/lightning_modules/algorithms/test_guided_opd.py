@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from lightning_modules.advantage_transforms.distillation import Distillation
-from lightning_modules.advantage_transforms.guided_turns import GuidedTurns
+from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, of_policy
 from lightning_modules.algorithms.grpo import GRPO
-from lightning_modules.batch import collate
+from lightning_modules.batch import PolicyOutputs, collate
+from lightning_modules.maths.losses import LossInputs, TokenWeights
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
 from lightning_modules.training import optimisation
 from tests.lightning_modules.helpers import fit, make_group
@@ -76,6 +78,55 @@ def test_without_guided_turns_it_is_distillation(model_dir, teacher_dir, gradien
         transforms = [Distillation(str(teacher_dir)), *extra]
         fit(GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False, num_mini_batches=1), [rows(False)])
     assert torch.allclose(*gradients, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["turn", "sequence"])
+def test_mean_ratios_are_those_of_the_policy_s_tokens(level):
+    """The ratio of a token that the policy sampled does not depend on what became of the guide's."""
+    made = rows()
+    batch = collate(made)
+    guided, module = marks(made, batch), GRPO("p", ratio_level=level)
+    loss = {}
+    for gap in (0.0, 3.0):
+        now = torch.full_like(batch.mask, -1.0).requires_grad_()
+        old = now.detach() - gap * guided
+        spans = module._spans(made, of_policy(made, batch))
+        inputs = LossInputs(batch.mask * (1 - guided), old, None, (), spans)
+        outputs = PolicyOutputs(now, torch.zeros_like(now), None)
+        module.loss(outputs, batch, inputs, TokenWeights(*[batch.mask] * 3))["policy"].backward()
+        loss[gap] = now.grad
+    assert loss[0.0].abs().max() > 0 and torch.allclose(loss[0.0], loss[3.0])
+
+
+def test_what_is_logged_concerns_the_policy_s_tokens(model_dir, teacher_dir):
+    made = rows()
+    batch = collate(made)
+    guided = marks(made, batch)
+    with torch.no_grad():
+        s, t = (token_logprobs(load_causal_lm(str(m)), batch).logprobs for m in (model_dir, teacher_dir))
+    transforms = [Distillation(str(teacher_dir)), GuidedTurns()]
+    module = GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False, num_mini_batches=1)
+    figures = {name: float(value) for name, value in fit(module, [made]).callback_metrics.items()}
+    own = batch.mask * (1 - guided)
+    gap = (s - batch.sampler_logprobs).abs()
+    assert figures["train/logprob_gap"] == pytest.approx(float((gap * own).sum() / own.sum()), rel=1e-4)
+    assert figures["train/opd_log_ratio"] == pytest.approx(float(((t - s) * own).sum() / own.sum()), rel=1e-4)
+    assert figures["train/opd_advantage_abs"] == pytest.approx(float(((t - s).abs() * own).sum() / own.sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"kl_coef": 0.1, "reference": "r"}, "kl_coef"),
+        ({"entropy_coef": 0.1}, "entropy_coef"),
+        ({"ratio_denominator": "sampler"}, "ratio_denominator: sampler"),
+        ({"importance_cap": 2.0, "importance_level": "sequence"}, "importance_level or mask_level: sequence"),
+        ({"advantage_transforms": [DivergenceLoss("t", top_k=4), GuidedTurns()]}, "DivergenceLoss"),
+    ],
+)
+def test_what_would_concern_the_guide_s_tokens_is_refused(options, found):
+    with pytest.raises(ValueError, match=f"GuidedTurns and {found}: these would also concern the guide's tokens"):
+        GRPO("p", **({"advantage_transforms": [GuidedTurns()]} | options))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
