@@ -56,7 +56,7 @@ class EventLoopThread:
     """An asyncio event loop in a daemon thread. Ctrl-C ends a wait for its results."""
 
     def __init__(self, name: str) -> None:
-        importlib.import_module("polars")  # whose import installs a handler after which a thread waits on (SA_RESTART)
+        importlib.import_module("polars")  # its import sets SA_RESTART for SIGINT: Ctrl-C would not end a wait
         signal.siginterrupt(signal.SIGINT, True)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
