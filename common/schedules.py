@@ -41,6 +41,11 @@ class Schedule:
 Coefficient = NonNegativeFloat | Schedule  # of an option: a number, or a schedule
 
 
+def ends(coefficient: float | Schedule) -> tuple[float, float]:
+    """Return a coefficient's first and last value; all others lie between them."""
+    return (coefficient.start, coefficient.end) if isinstance(coefficient, Schedule) else (coefficient, coefficient)
+
+
 def is_zero(coefficient: float | Schedule) -> bool:
     """Return whether a coefficient is 0 in every iteration."""
-    return coefficient == 0 if not isinstance(coefficient, Schedule) else coefficient.start == coefficient.end == 0
+    return ends(coefficient) == (0, 0)

@@ -94,21 +94,8 @@ def guided_tokens(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tens
     return found.to(batch.mask.device)
 
 
-def by_policy(trajectories: Sequence[Trajectory], batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
-    """Return the batch with these log-probs [B, T] instead of the sampler's for the guide's tokens, which the policy
-    has not sampled: their ratio is 1."""
-    if not _any_guided(trajectories):
-        return batch
-    sampler = torch.where(guided_tokens(trajectories, batch) > 0, logprobs, batch.sampler_logprobs)
-    return dataclasses.replace(batch, sampler_logprobs=sampler)
-
-
 def of_policy(trajectories: Sequence[Trajectory], batch: TokenBatch) -> TokenBatch:
     """Return the batch with a mask of the tokens that the policy itself has sampled."""
-    if not _any_guided(trajectories):
+    if not any(turn.guided for t in trajectories for turn in t.turns):
         return batch
     return dataclasses.replace(batch, mask=batch.mask * (1.0 - guided_tokens(trajectories, batch)))
-
-
-def _any_guided(trajectories: Sequence[Trajectory]) -> bool:
-    return any(turn.guided for t in trajectories for turn in t.turns)

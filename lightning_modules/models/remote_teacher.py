@@ -37,8 +37,8 @@ Key = tuple[int, tuple[int, ...], tuple[int, ...]]  # k, the ids and the wanted 
 
 @cache
 def _thread() -> EventLoopThread:
-    """Return the event loop in which all teachers are asked. A configuration copies its teacher, so that this can hold
-    neither a thread nor a lock."""
+    """Return the event loop of all teachers' requests. It cannot belong to a teacher: configurations copy theirs, and a
+    thread cannot be copied."""
     return EventLoopThread("teacher")
 
 

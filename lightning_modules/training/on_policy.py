@@ -30,7 +30,7 @@ from common.ranges import (
     UnitInterval,
 )
 from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch, first_teacher
-from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, by_policy, of_policy
+from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, of_policy
 from lightning_modules.batch import (
     LogprobBatch,
     PolicyOutputs,
@@ -433,11 +433,10 @@ class OnPolicyModule(PolicyModule):
         self.metrics = StepMetrics()
         self.check_ids(usable)
         batch = collate(usable, self.device)
+        own = of_policy(usable, batch)
         with torch.no_grad():
             scores = self.score(usable, batch)
-            if scores.old_logprobs is not None:
-                batch = by_policy(usable, batch, scores.old_logprobs)
-            inputs = self.compute_advantages(usable, of_policy(usable, batch), scores)
+            inputs = self.compute_advantages(usable, own, scores)
             weights = self.token_weights(batch, scores)
         advantages = getattr(inputs, "advantages", None)
         if isinstance(advantages, Tensor) and "train/advantage_abs" not in self.metrics:
@@ -448,9 +447,7 @@ class OnPolicyModule(PolicyModule):
         self.update(batch, inputs, weights, positions)
         if scores.old_logprobs is None:
             scores = dataclasses.replace(scores, old_logprobs=self._seen.logprobs, entropy=self._seen.entropy)
-            batch = by_policy(usable, batch, self._seen.logprobs)
         self._last = (usable, batch, without_token_rows(scores), without_token_rows(inputs), weights)
-        own = of_policy(usable, batch)
         log_mismatch(self.metrics, usable, own, scores.require("old_logprobs"), self.correction, version)
         for transform in self.advantage_transforms:
             transform.after_update(self)

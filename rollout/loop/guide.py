@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from common.schedules import Coefficient, Schedule, is_zero
+from common.schedules import Coefficient, Schedule, ends, is_zero
 from common.seeds import derive_seed
 from rollout.engines.base import Engine
 
@@ -24,8 +24,7 @@ class Guide:
     share: Coefficient
 
     def __post_init__(self) -> None:
-        ends = (self.share.start, self.share.end) if isinstance(self.share, Schedule) else (self.share,)
-        if max(ends) > 1:
+        if max(ends(self.share)) > 1:
             raise ValueError(f"rollouts.guide.share is {self.share}; expected probabilities from 0 to 1")
         if is_zero(self.share):
             raise ValueError("rollouts.guide.share is 0, so that the guide never plays; leave it out, or raise it")

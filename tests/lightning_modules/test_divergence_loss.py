@@ -27,7 +27,6 @@ from lightning_modules.maths.divergences import make_divergence, with_rest
 from lightning_modules.maths.losses import LossInputs, TokenWeights, grpo_loss
 from lightning_modules.metrics import StepMetrics
 from lightning_modules.models.policy import load_causal_lm
-from lightning_modules.training import optimisation
 from tests.lightning_modules.helpers import fit, make_group
 from tests.lightning_modules.test_configuration import parse
 from tests.lightning_modules.test_vocabulary import resized
@@ -44,19 +43,6 @@ def rows(seed=0):
 def module_of(model_dir, *transforms, **options):
     settings = {"use_grpo": False, "lr": 1e-3, "num_mini_batches": 1, "max_tokens_per_micro_batch": 60} | options
     return GRPO(str(model_dir), advantage_transforms=list(transforms), **settings)
-
-
-@pytest.fixture
-def gradients(monkeypatch):
-    """Every optimiser step's gradient, before it is clipped."""
-    seen, clip = [], optimisation.clip_gradients
-
-    def record(module, *args):
-        seen.append(torch.cat([p.grad.flatten().clone() for p in module.policy.parameters()]))
-        return clip(module, *args)
-
-    monkeypatch.setattr(optimisation, "clip_gradients", record)
-    return seen
 
 
 def logprobs_of(folder, batch):

@@ -14,7 +14,6 @@ from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import PolicyOutputs, collate
 from lightning_modules.maths.losses import LossInputs, TokenWeights
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
-from lightning_modules.training import optimisation
 from tests.lightning_modules.helpers import fit, make_group
 
 
@@ -39,18 +38,6 @@ def marks(made, batch):
             if turn.guided:
                 found[i, len(t.prompt_ids) + turn.start : len(t.prompt_ids) + turn.end] = 1
     return found
-
-
-@pytest.fixture
-def gradients(monkeypatch):
-    seen, clip = [], optimisation.clip_gradients
-
-    def record(module, *args):
-        seen.append(torch.cat([p.grad.flatten().clone() for p in module.policy.parameters()]))
-        return clip(module, *args)
-
-    monkeypatch.setattr(optimisation, "clip_gradients", record)
-    return seen
 
 
 @pytest.mark.parametrize("use_grpo", [False, True])
