@@ -7,7 +7,7 @@ from pathlib import Path
 from common.ranks import gather_lists, gather_objects
 
 WORKER = """
-import sys
+import os, sys
 import torch.distributed as dist
 from common.ranks import gather_lists, gather_objects
 rank = int(sys.argv[1])
@@ -21,7 +21,8 @@ if rank == 0:
     try:
         gather_objects("rank 1 has ended")
     except RuntimeError as error:
-        print(error)
+        print(error, flush=True)
+os._exit(0)  # the interpreter's end sometimes aborts while gloo's threads still run
 """
 
 
