@@ -52,10 +52,17 @@ def run(folder: Path) -> int:
     if parent:
         die_with_parent(int(parent))
         os.environ[PARENT_VARIABLE] = str(os.getpid())  # for ranks that the strategy launches
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Lightning alone would end with code 0, as if finished
     try:
         execute(folder)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning's exit
+            return INTERRUPTED
+        if end.code not in (None, 0):
+            raise
+        return _report(RuntimeError("code of this stage called sys.exit() before the stage's end"), folder)
     except StopRequested as stop:
         if rank() == 0:
             print(stop, flush=True)

@@ -34,7 +34,7 @@ class Note:
         text: what goes into note.txt.
         source: folder of another note, copied into this one.
         seconds: how long it takes.
-        fault: ``value`` or ``bug``: the error it ends with; ``gone``: its folder is deleted.
+        fault: ``value``, ``bug`` or ``exit``: the error it ends with; ``gone``: its folder is deleted.
         retriever: a search server, which it does not ask.
     """
 
@@ -56,7 +56,8 @@ class Note:
         if self.fault == "gone":
             shutil.rmtree(output_dir)
         elif self.fault:
-            raise ValueError("the corpus is empty") if self.fault == "value" else TypeError("unsupported operand")
+            errors = {"value": ValueError("the corpus is empty"), "bug": TypeError("unsupported operand")}
+            raise errors.get(self.fault, SystemExit())
         before = (Path(self.source) / "note.txt").read_text() if self.source else ""
         (output_dir / "note.txt").write_text(before + self.text)
         return {"characters": len(before + self.text)}

@@ -55,15 +55,16 @@ def uninterrupted_walk():
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A fit stage: stopped by Ctrl-C in iteration 7, continued, killed in iteration 10, continued to its end from the
-    checkpoint before the last, of which a bit was flipped meanwhile."""
+    """A fit stage: its process terminated in iteration 4, continued, stopped by Ctrl-C in iteration 7, continued, its
+    process killed in iteration 10, continued to its end from the checkpoint before the last, of which a bit was
+    flipped meanwhile."""
     from tests.experiments.conftest import Workshop
 
     workshop = Workshop(tmp_path_factory.mktemp("fit"))
     workshop.write("toy", FIT)
     store = StageFolder(workshop.graph("toy").target().folder)
     said = []
-    for step, how in ((7, signal.SIGINT), (10, signal.SIGKILL)):
+    for step, how in ((4, signal.SIGTERM), (7, signal.SIGINT), (10, signal.SIGKILL)):
         process = workshop.start("train", "toy", env=workshop.environment() | {"TOY_PAUSE": str(step)})
         marker = store.path / f"paused-{step}"
         wait_for(marker, process)
@@ -79,7 +80,7 @@ def fitted(tmp_path_factory):
 
 
 def test_stopping_says_how_to_continue(fitted):
-    for (said, code, state), expected in zip(fitted[2], (130, 1), strict=True):
+    for (said, code, state), expected in zip(fitted[2], (130, 130, 1), strict=True):
         assert code == expected and state == "interrupted", said
         assert "make train EXP=toy RESUME=last" in said
 
@@ -114,7 +115,7 @@ def test_the_result_holds_what_was_tested(fitted):
     _, store, _, last = fitted
     result = store.result()
     assert result["test"]["em"]["mean"] == pytest.approx(float(torch.load(store.path / "final.pt")["walk"].sum()))
-    assert result["seed"] == 4 and result["versions"]["torch"] and result["sessions"] == 3
+    assert result["seed"] == 4 and result["versions"]["torch"] and result["sessions"] == 4
     assert "toy" in last.stdout and "evaluation.json" in last.stdout
     assert "published, toy: em .5" in last.stdout, "the number to meet stands under the measured one"
 

@@ -186,7 +186,11 @@ def test_ctrl_c_says_how_to_continue(chain):
 
 @pytest.mark.parametrize(
     ("fault", "words", "traceback"),
-    [("value", "error: ValueError: the corpus is empty", False), ("bug", "TypeError: unsupported operand", True)],
+    [
+        ("value", "error: ValueError: the corpus is empty", False),
+        ("bug", "TypeError: unsupported operand", True),
+        ("exit", "code of this stage called sys.exit() before the stage's end", True),
+    ],
 )
 def test_failures_are_one_message_and_defects_a_traceback(workshop, run_here, fault, words, traceback):
     workshop.task("a", f"fault: {fault}")
