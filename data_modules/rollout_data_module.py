@@ -161,6 +161,7 @@ class RolloutDataModule(TrainingData):
             ids = [task.id for task in self._questions]
             data = fingerprint(ids, self.prompts_per_iteration, self.seed, *self.questions.identity)
             further = () if self.dynamic_sampling is None else (self.dynamic_sampling,)
+            further += () if self.rollouts.guide is None else (self.rollouts.guide.share,)
             sampling = fingerprint(self.group_size, self.train_sampling, *further)
             self._loader = TrainLoader(self.iterations or self.iterations_per_pass, self._roll_out, data, sampling)
         super().setup(stage)

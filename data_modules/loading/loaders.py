@@ -80,8 +80,8 @@ class TrainLoader:
             )
         if state.get("sampling", self._sampling) != self._sampling:
             raise ValueError(
-                "the checkpoint was written with another sampling: group_size, train_sampling, "
-                "dynamic_sampling or mixing differ from this run's. Resume with the same ones, or start a new run"
+                "the checkpoint was written with another sampling: group_size, train_sampling, dynamic_sampling, "
+                "mixing or the guide's share differ from this run's. Resume with the same ones, or start a new run"
             )
         self.position = state["position"]
 

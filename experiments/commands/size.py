@@ -80,7 +80,7 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
     first = columns[0].training
     chip = measured_cpu("float32" if first.precision == "float32" else "bfloat16") if on_cpu else GPU_SPECS[args.gpu]
     if on_cpu:
-        columns = [with_cpu_engine(columns[0], stage, chip)]
+        columns = [with_cpu_engines(columns[0], stage, chip, context.project.root)]
     models = [("policy", first.policy.parameters), *((name, d.parameters) for name, d, _ in first.frozen)]
     models += [("critic", first.critic.body)] if first.critic else []
     models += [("adapters", first.trained)] if first.adapters else []
@@ -98,13 +98,29 @@ def size(args: argparse.Namespace, context: RunContext) -> None:
         print(f"\n{TOO_MUCH}: docs/scaling.md lists what to change, in order; ARGS adds an option to this count.")
 
 
-def with_cpu_engine(column: Sized, stage: Stage, chip: GPUSpec) -> Sized:
-    """Return the figures with the memory that the engine takes on a CPU: weights, cache and work."""
-    _, _, engine = sampling_options(stage)
-    element = BYTES[str(engine.get("dtype") or "float32")]
-    size = element * column.training.policy.parameters + float(engine.get("kv_cache_bytes") or 0) + sizing.ENGINE_WORK
-    training = dataclasses.replace(column.training, engine_share=size / chip.memory, engine_element=element)
+def with_cpu_engines(column: Sized, stage: Stage, chip: GPUSpec, root: Path) -> Sized:
+    """Return the figures with the memory that the engines take on a CPU: weights, cache and work."""
+
+    def share(engine: Config, parameters: float) -> float:
+        size = element_of(engine) * parameters + float(engine.get("kv_cache_bytes") or 0) + sizing.ENGINE_WORK
+        return size / chip.memory
+
+    _, rollouts, engine = sampling_options(stage)
+    shares = {"engine_share": share(engine, column.training.policy.parameters)}
+    if guide := guide_options(rollouts):
+        shares["guide_share"] = share(guide, dimensions_of(guide["model"], stage, root).parameters)
+    training = dataclasses.replace(column.training, engine_element=element_of(engine), **shares)
     return dataclasses.replace(column, training=training)
+
+
+def element_of(engine: Config) -> int:
+    """Return the bytes of a number in an engine on a CPU."""
+    return BYTES[str(engine.get("dtype") or "float32")]
+
+
+def guide_options(rollouts: Config) -> Config:
+    """Return the options of the engine that a guide plays with; empty where the rollouts have no guide."""
+    return ((rollouts.get("guide") or {}).get("engine") or {}).get("init_args") or {}
 
 
 def sampling_options(stage: Stage) -> tuple[Config, Config, Config]:
@@ -136,6 +152,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         max_tokens_per_micro_batch=module.max_tokens_per_micro_batch,
         logits_chunk=module.logits_chunk,
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
+        guide_share=float(guide_options(rollouts).get("gpu_memory_utilization") or 0.0),
         sleep_mode=bool(rollouts.get("sleep_mode")),
         max_length=int(engine.get("max_length") or 4096),
         scores=bool(getattr(module, "reads_old_logprobs", True)),

@@ -61,6 +61,7 @@ class Training:
     logits_chunk: int = 1024
     engine_share: float = 0.0  # of the GPU's memory, for vLLM (gpu_memory_utilization)
     engine_element: int = 2  # bytes of a number in the engine
+    guide_share: float = 0.0  # likewise, for the engine of a guide (Guided-OPD)
     scores: bool = True  # the policy scores the batch before the update
     sleep_mode: bool = False  # the engine has its share only while the trainer's states are in host memory
     max_length: int = 4096
@@ -145,6 +146,8 @@ def memory(t: Training, chip: GPUSpec) -> dict[str, float]:
     parts |= work | {"optimizer's step": max(0.0, step - sum(work.values()))}
     if t.engine_share:
         parts["engine"] = ENGINE_ASLEEP if t.sleep_mode else t.engine_share * chip.memory
+    if t.guide_share:
+        parts["guide"] = t.guide_share * chip.memory
     return parts | {"overhead": chip.overhead}
 
 

@@ -225,13 +225,17 @@ def test_the_guide_s_share_follows_the_iteration_and_evaluations_have_none(make_
     system = make_system(guide=Guide(teacher, Schedule(1.0, 0.0, iterations=1)))
     files = {name: [question_file(name, ["wrong"] * 2)] for name in ("train", "val")}
     options = {"train_files": files["train"], "val_files": files["val"], "prompts_per_iteration": 2, "iterations": 2}
-    module = Recorder()
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=RolloutDataModule(system, seed=0, **options))
+    module, data = Recorder(), RolloutDataModule(system, seed=0, **options)
+    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
     assert [[turn.guided for t in batch for turn in t.turns] for batch in module.train_batches] == [
         [True] * 2,
         [False] * 2,
     ]
     assert len(teacher.requests) == 2 and module.val_batches
+    other = RolloutDataModule(make_system(guide=Guide(teacher, 0.5)), seed=0, **options)
+    other.setup("fit")
+    with pytest.raises(ValueError, match="the guide's share differ"):
+        other.load_state_dict(data.state_dict())
 
 
 def test_ctrl_c_while_rolling_out_ends_promptly_and_closes_the_engine(make_system, question_file, tmp_path):

@@ -277,6 +277,11 @@ def test_a_run_on_this_machines_cores(capsys, monkeypatch, tmp_path):
     assert rows["machines"] == "1" and "asleep" not in str(rows)
     assert float(rows["engine"]) > 2 and 0 < float(rows["minutes per iteration"])
     assert float(rows["hours, at 0.6 of it"]) == pytest.approx(float(rows["minutes per iteration"]) * 24 / 60, rel=0.1)
+    engine = {"class_path": "rollout.engines.vllm_engine.VLLMEngine", "init_args": {"model": "Qwen/Qwen3-0.6B"}}
+    guide = json.dumps({"engine": engine, "share": 0.5})
+    assert main(["size", "smollm2_grpo", "--gpu", "cpu", "--data.rollouts.guide", guide]) == 0
+    guided = re.search(r"^  guide +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert guided and float(guided[1]) == pytest.approx(0.596 * 4 + 1, abs=0.06), "weights in float32, and work"
 
 
 def test_a_sleeping_engine_takes_turns_with_the_trainer():
