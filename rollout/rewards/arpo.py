@@ -29,8 +29,8 @@ def released_boxed(text: str) -> str | None:
     A ``\boxed`` followed by a space comes before every other, and is read up to the next dollar sign or the end.
     Escaped braces count. A last ``\boxed`` without a brace is an error, even if another box comes before it.
 
-    >>> [released_boxed(text) for text in (r"\boxed 12$ so \boxed{3}", r"\boxed{1}, \boxed2", r"\boxed{\{1}")]
-    ['12', None, None]
+    >>> print(*map(released_boxed, (r"\boxed 12$ so \boxed{3}", r"\boxed{1}, \boxed2", r"\boxed{\{1}")))
+    12 None None
     """
     _, spaced, rest = text.rpartition("\\boxed ")
     if spaced:
