@@ -228,7 +228,9 @@ def test_what_cannot_be_learnt_is_refused(make_data, model_dir, teacher_dir, tmp
 def test_a_checkpoint_of_another_mixing_is_refused(make_data, saved, protocol, tmp_path):
     plain = SupervisedDataModule([saved], batch_size=8, tokenizer=protocol.tokenizer.name_or_path, seed=1)
     others = [make_data(OnPolicyShare(0.25)), make_data(OnPolicyShare(), train_sampling=Decoding(temperature=0.9))]
-    for i, (written, error) in enumerate([(plain, "of a MixedDataModule"), *((o, "or mixing differ") for o in others)]):
+    for i, (written, error) in enumerate(
+        [(plain, "of a MixedDataModule"), *((o, "mixing or the guide.s share differ") for o in others)]
+    ):
         folder = tmp_path / str(i)
         options = {
             "callbacks": [IterationCheckpoint()],

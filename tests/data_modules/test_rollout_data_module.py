@@ -131,7 +131,9 @@ def test_a_checkpoint_of_another_sampling_is_refused_but_not_one_from_before_it_
     for other in (make_data(group_size=3), make_data(train_sampling=Decoding(temperature=0.7)),
                   make_data(dynamic_sampling=1)):  # fmt: skip
         other.setup("fit")
-        with pytest.raises(ValueError, match="group_size, train_sampling, dynamic_sampling or mixing differ"):
+        with pytest.raises(
+            ValueError, match="group_size, train_sampling, dynamic_sampling, mixing or the guide.s share differ"
+        ):
             other.load_state_dict(state)
         older = {"train": {name: value for name, value in state["train"].items() if name != "sampling"}}
         other.load_state_dict(older | {"train": older["train"] | {"position": 2}})
