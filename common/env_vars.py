@@ -29,7 +29,7 @@ def child_environment(environment: Mapping[str, str], threads: int, *, several_d
     if several_devices and ranks > 1:
         raise ValueError(
             f"tensor_parallel_size is above 1, and each of {ranks} ranks would start such an engine on the same first "
-            "GPUs; serve it on other GPUs (make engine) and give the ranks a ServerEngine, or take "
+            "GPUs; serve it on other GPUs (make engine) and give the ranks VLLMServers, or take "
             "tensor_parallel_size: 1 (docs/scaling/engines.md)"
         )
     child = {

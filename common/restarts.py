@@ -37,33 +37,31 @@ class Restarts:
 
     def revive(
         self,
-        start: Callable[[str, bool], Result],
+        start: Callable[[str], Result],
         why: str,
         closing: threading.Event,
         pause_s: float,
         errors: tuple[type[Exception], ...] = (Exception,),
-        counted: bool = True,
     ) -> Result | None:
         """Restart a process: call ``start`` until it succeeds, and return its result. Returns None once ``closing`` is
         set.
 
         Args:
-            start: starts the next process; is given why the last one died, and whether this restart counts.
+            start: starts the next process; is given why the last one died.
             why: the reason of the first death.
             pause_s: seconds between a failed start and the next one.
             errors: exceptions of ``start`` after which it is called again.
-            counted: False for a first restart that was asked for and does not count.
 
         Raises:
             RestartsUsedUp: the limit is reached.
         """
         while not closing.is_set():
-            if counted and not self.take():
+            if not self.take():
                 raise RestartsUsedUp(why + self.used_up())
             try:
-                return start(why, counted)
+                return start(why)
             except errors as error:
-                why, counted = f"its restart failed: {one_line(error)}", True
+                why = f"its restart failed: {one_line(error)}"
                 closing.wait(pause_s)
         return None
 

@@ -83,11 +83,16 @@ def demand_secret(secret: str | None, key: str) -> Middleware:
         sent = request.headers.get("Authorization")
         if secret is None or hmac.compare_digest((sent or "").encode("utf-8", "surrogateescape"), expected):
             return await handler(request)
-        found = "none was sent" if sent is None else "another was sent"
-        line = f"this server requires its secret, {found}: set {SECRET_VARIABLE} of the client to the server's"
+        line = missing_secret(sent is not None)
         return web.json_response({key: line}, status=401, headers={"WWW-Authenticate": "Bearer"})
 
     return demand
+
+
+def missing_secret(another: bool) -> str:
+    """Return the answer to a request without a server's secret, or with ``another`` one."""
+    found = "another was sent" if another else "none was sent"
+    return f"this server requires its secret, {found}: set {SECRET_VARIABLE} of the client to the server's"
 
 
 def _given() -> str | None:

@@ -121,7 +121,7 @@ class ServerProcess:
                 self._listener.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold it, too
             self._listener.close()
 
-    def _restart(self, why: str, counted: bool) -> subprocess.Popen:
+    def _restart(self, why: str) -> subprocess.Popen:
         logger.warning("the search server %s. It is restarted (%s)", why, self._restarts)
         child, pipe = self._spawn()
         self._until_ready(child, pipe)

@@ -8,11 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import gc
-import json
 import math
+import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,13 +31,15 @@ from callbacks.training.resume import IterationCheckpoint, find_checkpoint
 from callbacks.training.throughput import Throughput
 from callbacks.training.weight_sync import PROBE_TEXT, WeightSync, generation_gap
 from data_modules.rollout_data_module import RolloutDataModule
+from experiments.commands.command import answers
 from experiments.registry.shapes import GB
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import collate
 from lightning_modules.models.policy import load_causal_lm, named_weights, token_logprobs
 from rollout.engines.base import Engine, SamplingParams
-from rollout.engines.server.engine import ServerEngine
 from rollout.engines.vllm_engine import VLLMEngine
+from rollout.engines.vllm_servers.engine import VLLMServers
+from rollout.engines.vllm_servers.flags import serve_command
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.system import RolloutSystem
 from rollout.trajectory import Task
@@ -49,6 +50,7 @@ ENGINE_SHARE = 0.35
 ALONE = 0.7  # the engine's share in the row in which the trainer yields its memory
 ASLEEP = 3 * GB  # most memory of a sleeping engine: its CUDA context and graphs
 PROBED = 8  # tokens
+SERVER_STARTS_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,26 +398,28 @@ def ahead(setting: Setting) -> Finding:
 def pushed_by_nccl(setting: Setting) -> Finding:
     """Push by NCCL to a server on the second GPU."""
     with served(setting) as url:
-        engine = ServerEngine([url], model_folder(setting), sizes(setting).max_length, transport="nccl")
+        engine = VLLMServers([url], model_folder(setting), sizes(setting).max_length, transport="nccl")
         found = train(setting, engine, steps_of(setting))
-    return synchronised(found, "NCCL_DEBUG=INFO says how the GPUs are connected; else transport: shared_memory")
+    return synchronised(found, "NCCL_DEBUG=INFO says how the GPUs are connected; else transport: files")
 
 
 @contextmanager
 def served(setting: Setting) -> Iterator[str]:
     options = {"model": model_folder(setting), "max_length": sizes(setting).max_length, "dtype": "bfloat16"}
-    options |= {"gpu_memory_utilization": ENGINE_SHARE, "weight_transfer": "nccl"}
-    config = {"class_path": "rollout.engines.vllm_engine.VLLMEngine", "init_args": options}
-    command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(config), "--port", "0"]
+    options["gpu_memory_utilization"] = ENGINE_SHARE
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command, added = serve_command(options, port, "127.0.0.1", False, "nccl", 0, [])
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": devices[1]}
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | added | {"CUDA_VISIBLE_DEVICES": devices[1]}
+    server = subprocess.Popen(command, cwd=ROOT, env=environment)
+    deadline, url = time.monotonic() + SERVER_STARTS_S, f"http://127.0.0.1:{port}"
     try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        if not line.startswith("engine ready at "):
-            raise RuntimeError(f"the engine's server said {line!r}; expected 'engine ready at http://...'")
-        yield line.split()[3]
+        while not answers(port):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM did not answer at {url} within {SERVER_STARTS_S:g} s; see its output")
+            time.sleep(1)
+        yield url
     finally:
         server.terminate()
         server.wait()

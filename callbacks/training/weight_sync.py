@@ -13,6 +13,7 @@ from callbacks.training.optimizer_offload import offload_optimizer, reload_optim
 from common.ranges import PositiveFloat, PositiveInt
 from common.ranks import gather_objects
 from rollout.engines.base import Generation
+from rollout.engines.weights.push import takes_adapters
 from rollout.programs.served_model import UNTRAINABLE, ServedModel
 from rollout.system import RolloutSystem
 from rollout.trajectory import InfrastructureError
@@ -73,7 +74,13 @@ class WeightSync(L.Callback):
             raise ValueError(UNTRAINABLE)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.accept_data(getattr(trainer, "datamodule", None))
+        data: Any = getattr(trainer, "datamodule", None)
+        self.accept_data(data)
+        if takes_adapters(data.rollouts.engine) and getattr(pl_module, "lora", None) is None:
+            raise ValueError(
+                f"the engine has adapters: true, and {type(pl_module).__name__} trains all weights; expected "
+                "model.lora, or adapters: false"
+            )
         self._pushed = None  # a checkpoint may be restored between two stages: the version alone proves nothing
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -121,7 +128,8 @@ class WeightSync(L.Callback):
         if rollouts.sleep_mode:
             offload_optimizer(trainer)
         waited = rollouts.waited_s
-        rollouts.load_weights(module.policy_weights(), version, **options)
+        weights = module.scaled_adapter_weights() if takes_adapters(rollouts.engine) else module.policy_weights()
+        rollouts.load_weights(weights, version, **options)
         start += rollouts.waited_s - waited  # for rollouts in flight: that is waiting for rollouts, not a push
         self._pushed = version
         if self.probe:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shlex
 import sys
+from pathlib import Path
 
-from common.secret import SECRET_VARIABLE, is_local
-from experiments.commands.command import builds_index, command, make_graph, option, require_free_port, serve
+from common.secret import SECRET_VARIABLE, is_local, read_secret
+from experiments.commands.command import answers, builds_index, command, make_graph, option, require_free_port, serve
 from experiments.commands.models import rollouts_of
 from experiments.launch import runner
 from experiments.launch.shared_secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
+from experiments.registry.machine import device_of
+from experiments.registry.project import ROOT
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
+from rollout.engines.vllm_servers.flags import serve_command
 
-# Passed on to the server
+VLLM_ENGINE = "rollout.engines.vllm_engine.VLLMEngine"
+# Passed on to the search server
 SERVER_OPTIONS = (
     "topk", "host", "threads", "device", "encoder", "corpus", "k1", "b", "java-heap", "announce", "ef-search", "probes",
     "backend", "secret-file",
@@ -76,25 +81,50 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
 
 @command(
     "engine-server",
-    "serve the engine that an experiment configures, over HTTP",
+    "serve the engine that an experiment configures, by `vllm serve`",
     option("--checkpoint", help="folder of a model of the same shape; default: the model in the YAML"),
     option("--host", default="127.0.0.1", help="0.0.0.0 to serve other machines; needs a secret"),
     option("--port", type=int, default=8100),
-    option("--secret-file", help="see `python -m rollout.engines.server.server --help`"),
+    option("--secret-file", help="file with the secret that clients must send"),
+    option("--transport", choices=("files", "nccl"), default="files", help="how trainers send weights"),
+    option("--lora-rank", type=int, default=0, help="largest rank of the adapters that trainers push"),
+    option("--flags", default="", help="further flags of `vllm serve`, in one word: --flags='--swap-space 4'"),
+    option("--dry", action="store_true", help="print the command only"),
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
-    """Serve an experiment's inference engine over HTTP, in the foreground."""
-    require_free_port(args.port, context.command("engine", PORT=args.port + 1))
+    """Serve an experiment's model by ``vllm serve`` in the foreground, and print the command."""
     target = make_graph(context).target()
     engine = rollouts_of(target.config)["init_args"]["engine"]
+    if engine["class_path"] != VLLM_ENGINE:
+        raise ExperimentError(
+            f"'{context.target}' has the engine {engine['class_path']}; `vllm serve` can stand for {VLLM_ENGINE} alone"
+        )
+    options = dict(engine["init_args"])
     if args.checkpoint is not None:
-        engine["init_args"]["model"] = args.checkpoint
+        options["model"] = args.checkpoint
+    on_cpu = device_of(target.config.get("trainer", {}).get("accelerator")) == "cpu"
+    command, environment = serve_command(
+        options, args.port, args.host, on_cpu, args.transport, args.lora_rank, shlex.split(args.flags)
+    )
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    said = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    line = " ".join([*said, shlex.join(["vllm", *command[command.index("serve") :]])])
+    if args.dry:
+        return print(line)
+    require_free_port(args.port, context.command("engine", PORT=args.port + 1))
     for upstream in target.upstream if args.checkpoint is None else ():
         runner.folder_of(context, upstream)  # the model's stage, made by train
+    runner.require_unaltered(context.project.root / str(options.get("model", "")))
+    print(line, flush=True)
     share_with_machines(args, context)
-    runner.require_unaltered(context.project.root / str(engine["init_args"].get("model", "")))
-    words = ["--port", str(args.port), "--host", args.host]
-    words += ["--secret-file", args.secret_file] if args.secret_file else []
-    command = [sys.executable, "-m", "rollout.engines.server.server", "--engine", json.dumps(engine), *words]
-    print(f"loading {engine['init_args'].get('model')} into {engine['class_path']} (Ctrl-C ends it)", flush=True)
-    serve(command, "engine server", context)
+    if args.secret_file is not None:
+        environment[SECRET_VARIABLE] = _secret_of(Path(args.secret_file))
+    words = f"vLLM serves {options['model']} at http://{args.host}:{args.port} (Ctrl-C ends it)\n"
+    serve(command, "vLLM server", context, os.environ | environment, lambda: answers(args.port), words)
+
+
+def _secret_of(file: Path) -> str:
+    try:
+        return read_secret(file)
+    except (ValueError, OSError) as error:
+        raise ExperimentError(f"--secret-file: {error}") from None

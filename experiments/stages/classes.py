@@ -14,7 +14,12 @@ from experiments.registry.files import data_arguments
 from experiments.registry.project import PACKAGES, ROOT
 
 # Class of an earlier version -> its name now.
-RENAMED = {"StepWeights": "DivergenceRatio", "WrongOnly": "IncorrectOnly", "StepDivergence": "TurnDivergence"}
+RENAMED = {
+    "StepWeights": "DivergenceRatio",
+    "WrongOnly": "IncorrectOnly",
+    "StepDivergence": "TurnDivergence",
+    "ServerEngine": "VLLMServers",
+}
 
 
 def import_class(class_path: str, where: str) -> Any:

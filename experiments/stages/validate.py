@@ -55,8 +55,10 @@ RENAMED = {
     "step_weight": "; now turn_weight",
     "step_norm": "; now turn_norm",
     "decay_steps": "; now decay_iterations",
+    "weight_transfer": "; leave it out: make engine ARGS='--transport nccl' starts a server for NCCL",
 }
-RENAMED_VALUES = {("opd_mode", "stepwise"): "; now divergence_ratio"}  # the same for (argument, value)
+# The same for (argument, value).
+RENAMED_VALUES = {("opd_mode", "stepwise"): "; now divergence_ratio", ("transport", "shared_memory"): "; now files"}
 
 
 @startup.no_collection()

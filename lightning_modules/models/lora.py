@@ -187,6 +187,16 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from [(name, p.detach().clone()) for name, p in named]
 
 
+def scaled_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name of the module + ".lora_A.weight" or ".lora_B.weight", whole tensor) of all LoRA
+    adapters, with alpha / rank multiplied into B. All ranks must iterate to the end."""
+    scales = {name: layer.scaling[ADAPTER] for name, layer in layers(model)}
+    for name, tensor in adapter_weights(model):
+        module, _, matrix = name.rpartition(".lora_")
+        scale = scales[module] if matrix.startswith("B") else 1.0
+        yield f"{module}.lora_{matrix[0]}.weight", tensor * scale
+
+
 # -- the base with its adapters off ------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,11 @@ class PolicyModule(L.LightningModule):
         end."""
         return iter(()) if self.lora is None else adapters.adapter_weights(self.policy)
 
+    def scaled_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the LoRA adapters for an engine that adds them to the policy's base (``lora.scaled_adapter_weights``).
+        All ranks must iterate to the end."""
+        return adapters.scaled_adapter_weights(self.policy)
+
     # ------------------------------------------------------------------ evaluation
     def validation_step(self, batch: list[Trajectory], batch_idx: int, dataloader_idx: int = 0) -> Any:
         return batch

@@ -234,12 +234,6 @@ class EngineProcess:
         if kept is not None:
             kept.remove()
 
-    def restart(self, why: str) -> None:
-        """Replace the child process by a new one. This restart does not count towards the limit."""
-        with self._lock:
-            if self._up:
-                self._children.end_latest(why)
-
     def allow_sleep(self) -> None:
         """Prepare the engine for `sleep`, which frees device memory. Call it before `start`."""
         self._options["sleeps"] = True
@@ -445,11 +439,10 @@ class EngineProcess:
             return False
         return True
 
-    def before_restart(self, why: str, counted: bool) -> str:
+    def before_restart(self, why: str) -> str:
         """Fail the messages that the next child process cannot continue; all others wait for it. Returns which weights
         it gets, in words. See `revival.Owner`."""
-        if counted:
-            self._suspect(why)
+        self._suspect(why)
         for asked in list(self._asked.values()):
             if asked.message[0] == "transfer" and asked.sent:
                 self._fail_one(asked, UpdateInterrupted(INTERRUPTED))

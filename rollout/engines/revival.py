@@ -36,7 +36,7 @@ class Owner(Protocol):
         the lock."""
         ...
 
-    def before_restart(self, why: str, counted: bool) -> str:
+    def before_restart(self, why: str) -> str:
         """Fail the messages that the next child process cannot continue. Returns a phrase that names the weights of
         that child."""
         ...
@@ -65,7 +65,6 @@ class Children:
         self.closing = threading.Event()
         self._first: tuple[Any, ...] = ()  # message that tells a child what to build
         self._environment: Mapping[str, str] = {}
-        self._counted = True  # False: the engine asked for the end of the latest child
         self._start_s = 0.0  # seconds that the first start took
         self._reviving: threading.Thread | None = None
 
@@ -106,16 +105,9 @@ class Children:
         self._owner.child_ready(child, info)
         child.begin(self._owner.receive, self._ended, self._owner.busy, self._timeout_s)
 
-    def end_latest(self, why: str) -> None:
-        """Kill the latest child process. The next one does not count as a restart. Called under the lock."""
-        if self.latest is not None:
-            self._counted = False
-            self.latest.kill(why)
-
     def revive(self, why: str) -> None:
         """Start the engine's next child process in a new thread. Called under the lock."""
-        counted, self._counted = self._counted, True
-        self._reviving = threading.Thread(target=self._revive, args=(why, counted), daemon=True, name="engine-revival")
+        self._reviving = threading.Thread(target=self._revive, args=(why,), daemon=True, name="engine-revival")
         self._reviving.start()
 
     def close(self, ask: Callable[[Child], float]) -> bool:
@@ -154,19 +146,19 @@ class Children:
         if child.trace and not self.closing.is_set():
             logger.warning("%s", child.trace)
 
-    def _revive(self, why: str, counted: bool) -> None:
+    def _revive(self, why: str) -> None:
         """Start child processes until one has the weights of the dead one, or no restart is left."""
         errors = (ValueError, OSError, InfrastructureError)
         try:
-            self.restarts.revive(self._next, why, self.closing, PAUSE_S, errors, counted)
+            self.restarts.revive(self._next, why, self.closing, PAUSE_S, errors)
         except RestartsUsedUp as error:
             self._owner.fail(EngineGone(f"the engine died: {error}"))
 
-    def _next(self, why: str, counted: bool) -> None:
+    def _next(self, why: str) -> None:
         with self._lock:
             if self.closing.is_set():
                 return
-            weights = self._owner.before_restart(why, counted)
+            weights = self._owner.before_restart(why)
             logger.warning("the engine died: %s. It is restarted (%s) with %s", why, self.restarts, weights)
             child = self._spawn()
         assert child is not None

@@ -144,11 +144,7 @@ class WorkerExtension:
         self.repack_tied_head(bool(skip))
 
     def repack_tied_head(self, tied: bool) -> None:
-        """Repack vLLM's output head after a weight update, if it is tied to the embedding and on CPU. There it keeps a
-        packed copy of the old embedding."""
-        head = getattr(self.model_runner.get_model(), "lm_head", None)
-        if tied and head is not None and next(head.parameters()).device.type == "cpu":
-            head.quant_method.process_weights_after_loading(head)
+        repack_tied_head(self.model_runner.get_model(), tied)
 
     def abandon_weight_update(self) -> None:
         """End an unfinished weight transfer. Otherwise vLLM would add the tensors of the next transfer to its counts
@@ -166,15 +162,26 @@ class WorkerExtension:
 
     def report_untruncated_logprobs(self) -> bool:
         """Let vLLM report log-probs before top-k and top-p; its "processed_logprobs" are those after. Returns False,
-        with no change, for an unknown sampler."""
+        with no change, for an unknown sampler. Idempotent."""
         sampler: Any = getattr(self.model_runner, "sampler", None)
+        if getattr(self, "_reports_untruncated", False):
+            return True
         if hasattr(sampler, "topk_topp_sampler"):
             _report_untruncated_v1(sampler.topk_topp_sampler)
         elif hasattr(sampler, "_sample_random"):
             _report_untruncated_v2(sampler)
         else:
             return False
+        self._reports_untruncated = True
         return True
+
+
+def repack_tied_head(model: Any, tied: bool) -> None:
+    """Repack vLLM's output head after a weight update, if it is ``tied`` to the embedding and on CPU. There it keeps a
+    packed copy of the old embedding."""
+    head = getattr(model, "lm_head", None)
+    if tied and head is not None and next(head.parameters()).device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _report_untruncated_v1(sampler: Any) -> None:
@@ -205,8 +212,17 @@ def _report_untruncated_v2(sampler: Any) -> None:
     sampler._sample_random = sample
 
 
+def avoid_amx() -> None:
+    """Let vLLM's CPU kernels leave AMX alone where oneDNN must (``ONEDNN_MAX_CPU_ISA``, which stages set). oneDNN asks
+    Linux for the permission to use AMX, vLLM 0.32's attention does not, and dies by SIGILL without it."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    if limit not in ("ALL", "DEFAULT") and "AMX" not in limit:
+        torch.cpu._is_amx_tile_supported = lambda: False
+
+
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
     """Configure vLLM for a machine without a GPU, and return further arguments of ``EngineArgs``."""
+    avoid_amx()
     # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner
@@ -226,7 +242,6 @@ class VLLMBackend:
         max_length: int,
         kv_cache_bytes: int | None,
         prefix_reuse: bool = True,
-        weight_transfer: str | None = None,
         transport: str = "auto",
         request_seeds: bool | None = None,
         sleeps: bool = False,
@@ -245,15 +260,13 @@ class VLLMBackend:
         if kv_cache_bytes is not None or on_cpu:
             engine_args["kv_cache_memory_bytes"] = kv_cache_bytes or CPU_KV_CACHE_BYTES
         by_ipc = transport == "ipc" or transport == "auto" and not on_cpu
-        by_ipc = by_ipc and weight_transfer is None and engine_args.get("tensor_parallel_size", 1) == 1
+        by_ipc = by_ipc and engine_args.get("tensor_parallel_size", 1) == 1
         if by_ipc:
             from rollout.engines.weights.ipc_receiver import register
 
-            weight_transfer = register()
+            engine_args["weight_transfer_config"] = {"backend": register()}
         if sleeps and not on_cpu:  # vLLM refuses the option on CPU, where the calls only keep their order
             engine_args["enable_sleep_mode"] = True
-        if weight_transfer is not None:
-            engine_args["weight_transfer_config"] = {"backend": weight_transfer}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model,
@@ -293,9 +306,7 @@ class VLLMBackend:
             "request_seeds": self._seeds,
             "weights": self._expected,
             "tied": sorted(self._tied),
-            "weight_transfer": weight_transfer,
             "ipc_memory": memory_of(torch.device(current_platform.device_type)) if by_ipc else None,
-            "workers": engine_args.get("tensor_parallel_size", 1),
         }
 
     @property

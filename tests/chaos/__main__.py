@@ -45,7 +45,7 @@ EARLY = 0.25  # share of the faults that come before the first iteration has end
 # Segments of shared memory whose names have the number of a process: our weights, torch's tensors, joblib's semaphores
 # and arrays, Intel's OpenMP.
 OWNED = re.compile(
-    rf"{WEIGHTS}(\d+)-\w+\.safetensors|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+|joblib_memmapping_folder_(\d+)_\w+"
+    rf"{WEIGHTS}(\d+)-\w+(?:\.safetensors)?|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+|joblib_memmapping_folder_(\d+)_\w+"
     r"|__KMP_REGISTERED_LIB_(\d+)_\d+"
 )
 WENT_ON, CONTINUED, MENDED, MISSED, ELSE = "went on", "continued", "refused, mended", "missed", "ELSE"
@@ -103,7 +103,7 @@ class Job:
             self._wait(place, 1)
             first = time.monotonic() - began
             code, whole = place.wait(), time.monotonic() - began
-            place.end_server()
+            place.end_servers()
             _require_success(code, place)
             self._wanted[name] = place.made(), first, whole
             shutil.rmtree(place.folder)
@@ -137,7 +137,7 @@ class Job:
             finally:
                 if place.process is not None and place.process.poll() is None:
                     place.kill()
-                place.end_server()
+                place.end_servers()
             left = left_behind(before, place.ports)
             if verdict != MISSED:  # such a run was killed by us, and no later one has cleaned up
                 why = why or left
@@ -179,7 +179,7 @@ class Job:
                 return what, ELSE, "a traceback on the screen"
             if code == 0:
                 break
-            reap(known=[p.pid for p in (place.process, place.server) if p is not None])
+            reap(known=[p.pid for p in (place.process, *place.servers.values()) if p is not None])
             verdict = MENDED if verdict != WENT_ON and faults.mend(place) else CONTINUED
             place.start("--resume", "last")
         else:

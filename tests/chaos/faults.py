@@ -60,7 +60,7 @@ def stop_one(place: Place, draw: random.Random) -> str:
 
 @fault("stop the engine for good")
 def hang_engine(place: Place, draw: random.Random) -> str:
-    engines = [process for process, what in roles(place) if what == "engine"]
+    engines = [process for process, what in roles(place) if what in ("engine", "vLLM engine")]
     if engines:
         draw.choice(engines).send_signal(signal.SIGSTOP)
     return "engine" if engines else ""
@@ -183,10 +183,7 @@ def move_clock(place: Place, draw: random.Random) -> str:
 
 # ------------------------------------------------------------------ requests
 REQUESTS = {
-    "/generate": {"token_ids": [1, 2], "sampling": {"max_new_tokens": 2, "seed": 1}, "weights": "start"},
-    "/weights/load": {"tag": "t", "version": 1, "paths": ["/nowhere"]},
-    "/weights/sees": {"path": "/nowhere"},
-    "/transfer/begin": {"tag": "t"},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "seed": 1, "logprobs": 0}},
     "/retrieve": {"queries": ["a"], "topk": 1, "return_scores": True},
     "/health": {},
 }

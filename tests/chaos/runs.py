@@ -21,17 +21,19 @@ import psutil
 from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
 from callbacks.tracking.run_info import RUN_ID_FILE
 from common.digests import sha256
+from experiments.commands.command import answers
 from experiments.registry.overrides import Overrides
 from experiments.registry.project import ROOT, Project
 from experiments.stages.graph import Graph
 
 EXPERIMENTS = Path(__file__).with_name("experiments")
 RUNS = ("chaos_dgpo", "chaos_python", "chaos_ranks")
-SERVED = "chaos_python"  # whose engine the ranks of chaos_ranks share, as a server
+SERVED = "chaos_python"  # whose engine the ranks of chaos_ranks share, as two vLLM servers
 TEMPORARY = Path(tempfile.gettempdir(), f"chaos-{os.getpid()}")  # of all runs
-PORT = 8193  # of the engine server, as chaos_ranks.yaml has it
+PORTS = (8193, 8194)  # of the vLLM servers, as chaos_ranks.yaml has them
 ITERATIONS = 6
 ENDS_WITHIN_S = 1200.0
+SERVERS_START_S = 300.0
 # What a run took, which may be more after a fault.
 TAKEN = re.compile(r"^(time|throughput|memory)/|^train/tokens_computed")
 TRACEBACK = "Traceback (most recent call last)"
@@ -39,11 +41,12 @@ TRACEBACK = "Traceback (most recent call last)"
 ROLES = {
     "rollout.tools.python": "sandbox",
     "rollout.engines.worker": "engine",
-    "rollout.engines.server.server": "engine server",
+    "vllm.entrypoints": "vLLM server",
+    "EngineCore": "vLLM engine",
     "retrieval.server": "search server",
     "torch.distributed.run": "torchrun",
     "experiments stage": "rank",
-    "experiments engine-server": "launcher of the engine server",
+    "experiments engine-server": "launcher of a vLLM server",
     "experiments train": "launcher",
 }
 
@@ -83,7 +86,7 @@ class Place:
     said: Path = field(init=False)  # what it wrote to the screen
     ports: list[int] = field(default_factory=list)  # on which it listened when the fault came
     process: psutil.Popen | None = None
-    server: psutil.Popen | None = None
+    servers: dict[int, psutil.Popen] = field(default_factory=dict)  # by port
 
     def __post_init__(self) -> None:
         self.said = self.outputs.parent / f"{self.outputs.name}.screen"
@@ -109,23 +112,28 @@ class Place:
 
     def start(self, *words: str) -> None:
         self.serve()
+        self.ready()
         self.process = self.command("train", self.name, *words)
 
-    @property
-    def needs_server(self) -> bool:
-        return self.name == "chaos_ranks"
-
     def serve(self) -> None:
-        """Start the engine server unless it runs, as a supervisor outside would."""
-        if self.needs_server and (self.server is None or self.server.poll() is not None):
-            self.end_server()
-            words = ("--checkpoint", str(self.student), "--port", str(PORT))
-            self.server = self.command("engine-server", SERVED, *words)
+        """Start the vLLM servers that do not run, as a supervisor outside would."""
+        for port in PORTS if self.name == "chaos_ranks" else ():
+            if port not in self.servers or self.servers[port].poll() is not None:
+                self.end_server(port)
+                words = ("--checkpoint", str(self.student), "--port", str(port))
+                self.servers[port] = self.command("engine-server", SERVED, *words)
+
+    def ready(self) -> None:
+        """Wait until the servers answer, which a run expects at its start."""
+        deadline = time.monotonic() + SERVERS_START_S
+        while not all(answers(port) for port in self.servers) and time.monotonic() < deadline:
+            self.serve()
+            time.sleep(0.2)
 
     def processes(self) -> list[psutil.Process]:
-        """All of the run and of its server, that live."""
+        """All of the run and of its servers, that live."""
         found: list[psutil.Process] = []
-        for top in filter(None, (self.process, self.server)):
+        for top in filter(None, (self.process, *self.servers.values())):
             with contextlib.suppress(psutil.NoSuchProcess):
                 found += [top, *top.children(recursive=True)]
         return living(found)
@@ -135,18 +143,22 @@ class Place:
         killed = self.processes()
         kill_all(killed)
         psutil.wait_procs(killed, timeout=60)  # a zombie would pass for living where leftovers are swept
-        self.process = self.server = None
+        self.process, self.servers = None, {}
 
-    def end_server(self) -> None:
-        if self.server is not None:
-            below = self.server.children(recursive=True) if self.server.is_running() else []
-            if self.server.poll() is None:
-                self.server.send_signal(signal.SIGINT)
+    def end_servers(self) -> None:
+        for port in list(self.servers):
+            self.end_server(port)
+
+    def end_server(self, port: int) -> None:
+        server = self.servers.pop(port, None)
+        if server is not None:
+            below = server.children(recursive=True) if server.is_running() else []
+            if server.poll() is None:
+                server.send_signal(signal.SIGINT)
                 with contextlib.suppress(psutil.TimeoutExpired):
-                    self.server.wait(timeout=30)
-            kill_all([self.server, *below])
-            self.server.wait()
-            self.server = None
+                    server.wait(timeout=30)
+            kill_all([server, *below])
+            server.wait()
 
     # ------------------------------------------------------------------ what is there
     def wait(self) -> int | None:

@@ -112,6 +112,23 @@ def test_a_fault_names_the_innermost_part():
             "'model.opd_mode' is 'stepwise'; now divergence_ratio",
         ),
         (
+            ["--data.rollouts.engine.class_path=rollout.engines.server.engine.ServerEngine"],
+            "no module 'rollout.engines.server.*'rollout.engines.vllm_servers.engine.VLLMServers'",
+        ),
+        (
+            [
+                "--data.rollouts.engine=rollout.engines.vllm_servers.engine.VLLMServers",
+                '--data.rollouts.engine.urls=["http://a"]',
+                "--data.rollouts.engine.model=m",
+                "--data.rollouts.engine.transport=shared_memory",
+            ],
+            "transport' is 'shared_memory'; now files",
+        ),
+        (
+            ["--data.rollouts.engine.weight_transfer=nccl"],
+            "unknown key '.*weight_transfer': .*; leave it out: make engine ARGS='--transport nccl'",
+        ),
+        (
             ["--trainer.callbacks.x.class_path=callbacks.evaluation.step_divergence.StepDivergence"],
             "no module 'callbacks.evaluation.step_div.*'callbacks.evaluation.turn_divergence.TurnDivergence'",
         ),

@@ -49,12 +49,6 @@ def test_a_search_server_that_other_machines_reach_does_not_start_without(backen
     assert f"other machines can reach {host}, so the server needs a secret: set {SECRET_VARIABLE}" in done.stderr
 
 
-def test_an_engine_server_that_other_machines_reach_does_not_start_without():
-    done = run("rollout.engines.server.server", "--engine", "{}", "--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 2 and f"so the server needs a secret: set {SECRET_VARIABLE}" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.server.engine import ServerEngine
+from rollout.engines.vllm_servers.engine import VLLMServers
 from rollout.engines.weights.files import WeightFiles
 from rollout.engines.weights.push import push
 from rollout.environments.question_answering import QuestionAnswering
@@ -197,7 +197,7 @@ def test_ctrl_c_while_an_update_waits_closes_nothing_for_ever(protocol):
 def test_a_push_that_fails_is_gathered_to_the_end_and_ends(protocol, monkeypatch):
     """Without ranks: what other ranks would be told is raised here, and requests go on."""
 
-    class Servers(ServerEngine):
+    class Servers(VLLMServers):
         pushing = False
 
         async def begin_push(self):

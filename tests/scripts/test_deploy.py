@@ -6,7 +6,9 @@ import subprocess
 
 import yaml
 
+from common.secret import SECRET_VARIABLE
 from experiments.registry.project import ROOT
+from rollout.engines.vllm_servers.door import OPEN_PATHS
 
 DEPLOY = ROOT / "deploy"
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"}
@@ -56,6 +58,24 @@ def test_the_job_of_a_cluster_has_what_kubernetes_requires():
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
     assert volumes["outputs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_the_servers_of_a_cluster_run_make_engine_with_a_secret():
+    service, servers = yaml.safe_load_all((DEPLOY / "kubernetes_servers.yaml").read_text())
+    assert (service["kind"], servers["apiVersion"], servers["kind"]) == ("Service", "apps/v1", "StatefulSet")
+    spec, template = servers["spec"], servers["spec"]["template"]
+    assert spec["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == spec["selector"]["matchLabels"] == template["metadata"]["labels"]
+    [container] = template["spec"]["containers"]
+    make(container["args"])
+    assert container["readinessProbe"]["httpGet"]["path"] in OPEN_PATHS  # a probe has no secret
+    [variable] = container["env"]
+    assert variable["name"] == SECRET_VARIABLE
+    task = yaml.safe_load((DEPLOY / "skypilot_servers.yaml").read_text())
+    assert SECRET_VARIABLE in task["envs"]
+    words = shlex.split(task["run"].replace("$EXP", task["envs"]["EXP"]).replace("$MODEL", task["envs"]["MODEL"]))
+    make(words[1:])
+    assert words[-1] == container["args"][-1] == "ARGS=--host 0.0.0.0 --transport nccl"
 
 
 def test_the_cloud_task_runs_make_with_its_nodes():

@@ -283,8 +283,9 @@ def new_file(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the weight files that killed processes left in ``folder``, because shared memory outlives processes."""
-    for path in folder.glob(f"{PREFIX}*.safetensors"):
+    """Delete the weight files, and folders of adapters, that killed processes left in ``folder``, because shared memory
+    outlives processes."""
+    for path in folder.glob(f"{PREFIX}*"):
         writer = path.name.removeprefix(PREFIX).split("-")[0]
         if not Path("/proc", writer).exists():
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

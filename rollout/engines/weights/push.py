@@ -62,6 +62,11 @@ def is_shared(engine: Engine) -> TypeGuard[SharedEngine]:
     return getattr(engine, "shared", False)
 
 
+def takes_adapters(engine: Engine) -> bool:
+    """Return whether a push sends LoRA adapters to the engine instead of the policy's weights."""
+    return getattr(engine, "adapters", False)
+
+
 def push(
     engine: Engine, submit: Submit, tensors: Tensors, version: int, checksum: bool = False, between_steps: bool = False
 ) -> None:

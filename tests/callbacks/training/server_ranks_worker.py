@@ -1,6 +1,6 @@
-"""Started by test_weight_sync.py: two ranks under ZeRO-3 that share one engine server, then with an engine each.
+"""Started by test_weight_sync.py: two ranks under ZeRO-3 that share two vLLM servers, then with an engine each.
 
-``python server_ranks_worker.py OUT MODEL URL``; asserts on both ranks.
+``python server_ranks_worker.py OUT MODEL URL URL``; asserts on both ranks.
 """
 
 import os
@@ -18,7 +18,7 @@ from callbacks.training.weight_sync import WeightSync, generation_gap
 from common.restarts import Restarts
 from lightning_modules.sharding.strategies import ZeRO3
 from rollout.engines.base import EngineGone, SamplingParams
-from rollout.engines.server.engine import ServerEngine
+from rollout.engines.vllm_servers.engine import VLLMServers
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.search_r1 import SearchR1Protocol
@@ -30,7 +30,7 @@ from tests.rollout.engines.plain_backend import PlainEngine
 from tests.rollout.scripted import ToyRetriever
 
 torch.set_num_threads(1)
-OUT, MODEL, URL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+OUT, MODEL, URLS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 
 
 class Rank(L.Callback):
@@ -41,8 +41,8 @@ class Rank(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         rollouts = trainer.datamodule.rollouts
         _, said = rollouts.probe("Where?", 4)
-        assert [g.policy_version for g in said.values()] == [trainer.global_step]
-        self.tags.append(rollouts.engine.held.tag)
+        assert [g.policy_version for g in said.values()] == [trainer.global_step] * len(URLS)
+        self.tags.append(rollouts.engine.held.label)
         if trainer.global_step == 2:
             self.goes_on_across_a_push(rollouts, module)
 
@@ -122,7 +122,7 @@ def engines_of_their_own(module) -> None:
 
 
 def main() -> None:
-    rollouts = system(ServerEngine([URL], MODEL, 256))
+    rollouts = system(VLLMServers(URLS, MODEL, 256))
     module, data = make_learner(Path(MODEL), rollouts=rollouts)
     sync, rank = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True), Rank()
     trainer = L.Trainer(

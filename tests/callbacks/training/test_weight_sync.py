@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 
 from callbacks.training.weight_sync import WeightSync, generation_gap
+from common.secret import SECRET_VARIABLE
 from lightning_modules.models.policy import load_causal_lm
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.server.engine import ServerEngine
+from rollout.engines.vllm_servers.engine import VLLMServers
 from rollout.engines.weights.files import WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.protocols.base import PromptMode
@@ -22,8 +27,8 @@ from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import Task
 from tests.callbacks.helpers import make_learner
-from tests.rollout.engines.engine_servers import Running, running
 from tests.rollout.engines.plain_backend import PlainEngine
+from tests.rollout.engines.vllm_processes import SECRET, Running, running
 from tests.rollout.scripted import ToyRetriever
 
 PROBE_TASK = Task("probe", "Where is the old lighthouse?", ("nowhere",), "probe")
@@ -143,21 +148,56 @@ def test_weights_that_change_on_their_way_are_refused(trainer_for, model_dir, ro
         trainer_for([WeightSync(checksum=True)], max_epochs=1).fit(module, datamodule=data)
 
 
+@contextlib.contextmanager
+def forgetful(url):
+    """The address of a server that says it has taken the weights, and has not: what the probe is there to catch."""
+
+    async def forward(request):
+        if request.path == "/update_weights":
+            return web.json_response({"message": "Weights updated"})
+        target = f"{url}{request.path_qs}"
+        async with ClientSession() as session:
+            async with session.request(
+                request.method, target, data=await request.read(), headers=request.headers
+            ) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+    async def begin():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    loop = asyncio.new_event_loop()
+    runner = loop.run_until_complete(begin())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 @pytest.mark.slow
-def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, model_dir, tmp_path):
-    with running(Running(model_dir), Running(model_dir, "StaleEngine")) as (sound, forgetful):
+def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    with running(Running(model_dir), Running(model_dir)) as (sound, other), forgetful(other.url) as stale:
         system = RolloutSystem(
-            ServerEngine([sound.url, forgetful.url], str(model_dir), 256),
+            VLLMServers([sound.url, stale], str(model_dir), 256),
             SearchR1Protocol(str(model_dir), template="short"),
             QuestionAnswering({"search": SearchTool(ToyRetriever())}),
         )
         module, data = make_learner(model_dir, rollouts=system)
         sync = WeightSync(probe=True, probe_tolerance=1e-3, checksum=True)
-        with pytest.raises(ValueError, match=rf"version 1: 1 of 2 engines differ .*\({forgetful.url}: [^;]*\)"):
+        with pytest.raises(ValueError, match=rf"version 1: 1 of 2 engines differ .*\({stale}: [^;]*\)"):
             trainer_for([sync], max_epochs=1).fit(module, datamodule=data)
         system.close()
-        forgetful.kill()
-        command = [sys.executable, str(WORKER), str(tmp_path), str(model_dir), sound.url]
+        command = [sys.executable, str(WORKER), str(tmp_path), str(model_dir), sound.url, other.url]
         ranks = subprocess.Popen(
             command,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -167,9 +207,20 @@ def test_servers_are_probed_one_by_one_and_shared_by_two_ranks(trainer_for, mode
             start_new_session=True,
         )
         try:
-            said, _ = ranks.communicate(timeout=500)
+            said, _ = ranks.communicate(timeout=900)
         finally:
             if ranks.poll() is None:
                 os.killpg(ranks.pid, signal.SIGKILL)
         assert ranks.returncode == 0, said[-5000:]
         assert "rank is through" in said
+
+
+def test_adapters_need_a_model_with_lora(trainer_for, model_dir):
+    system = RolloutSystem(
+        VLLMServers(["http://127.0.0.1:9"], str(model_dir), 256, adapters=True),
+        SearchR1Protocol(str(model_dir), template="short"),
+        QuestionAnswering({"search": SearchTool(ToyRetriever())}),
+    )
+    module, data = make_learner(model_dir, rollouts=system)
+    with pytest.raises(ValueError, match="adapters: true, and .* trains all weights; expected model.lora"):
+        trainer_for([WeightSync()], max_epochs=1).fit(module, datamodule=data)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.secret import SECRET_VARIABLE
 from tests.conftest import make_model_dir
-from tests.rollout.engines.engine_servers import Running, running
+from tests.rollout.engines.vllm_processes import SECRET, Running, running
 
 LOGPROB_TOLERANCE = 1e-4  # float32, sampler against a plain forward pass
 
@@ -91,6 +92,13 @@ def other_reference(other_dir) -> Reference:
 
 @pytest.fixture(scope="module")
 def servers(model_dir):
-    """Two engine servers on one model, for all tests of a file."""
-    with running(Running(model_dir), Running(model_dir)) as both:
+    """Two vLLM servers of one model, which take adapters and demand a secret, for all tests of a file."""
+    with running(Running(model_dir, lora_rank=8), Running(model_dir, lora_rank=8)) as both:
         yield both
+
+
+@pytest.fixture
+def urls(servers, monkeypatch):
+    """The servers' addresses. This process has their secret."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    return [server.url for server in servers]

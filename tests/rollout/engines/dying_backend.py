@@ -36,7 +36,6 @@ class DyingBackend:
         self.version = 0
         shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         self.info = {"vocab_size": WORDS, "weights": shapes, "tied": [], "dtype": "float32", "ipc_memory": "cpu"}
-        self.info["weight_transfer"] = "nccl"  # for which a buffer in shared memory stands
 
     def _called(self, name: str, refused: bool = False) -> None:
         assert not refused, f"{name} with {len(self._queue)} requests in flight and {sorted(self._away)} away"

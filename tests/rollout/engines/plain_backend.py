@@ -3,11 +3,9 @@ start in a second, and are exact by construction."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from rollout.engines.base import Generation
 from rollout.engines.process import EngineProcess
@@ -17,12 +15,11 @@ from rollout.trajectory import merged, recorded
 class PlainBackend:
     """One request at a time, token by token; same seed and weights, same tokens."""
 
-    def __init__(self, model: str, folder: str = "") -> None:
+    def __init__(self, model: str) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._tied = set(self._model.all_tied_weights_keys or ())
-        self._folder = Path(folder)
         self._queue = []  # [request id, prompt, sampling, generator, ids, log-probs, runs of versions]
         self._computed = set()  # sequences since the latest update
         self.version = 0
@@ -30,8 +27,6 @@ class PlainBackend:
             "vocab_size": self._model.config.vocab_size,
             "weights": {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()},
             "tied": sorted(self._tied),
-            "weight_transfer": "nccl",  # or what stands for it, see `transfer`
-            "workers": 1,
         }
 
     @property
@@ -80,30 +75,6 @@ class PlainBackend:
             targets[name].copy_(tensor)
         self._computed.clear()
 
-    def transfer(self, method, arguments) -> None:
-        """As vLLM's by NCCL, call by call straight into the model, with files in ``folder`` for broadcasts."""
-        if method == "update_weights":
-            info = arguments["update_info"]
-            path, targets = self._folder / f"{info['names'][0]}.safetensors", self._model.state_dict()
-            deadline = time.monotonic() + 60
-            while not path.exists():  # as a broadcast waits for its sender
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-            tensors = load_file(path)
-            path.unlink()
-            assert [list(tensors[name].shape) for name in info["names"]] == info["shapes"]
-            for name in info["names"]:
-                targets[name].data.copy_(tensors[name])
-        elif method == "finish_weight_update":
-            self._computed.clear()
-
-
-class StaleBackend(PlainBackend):
-    """Says it has taken the weights, and has not: what the log-prob probe is there to catch."""
-
-    def load(self, files) -> None:
-        pass
-
 
 class PlainEngine(EngineProcess):
     backend = PlainBackend.__name__
@@ -111,10 +82,6 @@ class PlainEngine(EngineProcess):
     def __init__(self, model: str, max_length: int = 256, restarts: int = 3, **options) -> None:
         path = f"{__name__}.{self.backend}"
         super().__init__(path, {"model": model, **options}, max_length=max_length, restarts=restarts)
-
-
-class StaleEngine(PlainEngine):
-    backend = StaleBackend.__name__
 
 
 class SleepingBackend(PlainBackend):

@@ -274,3 +274,21 @@ def test_asleep_and_awake_again_the_engine_is_the_same(model_dir, other_dir):
     assert again == before and all(generation.cached_tokens == 0 for generation in again)
     for prompt, generation in zip(prompts, pushed, strict=True):
         assert generation.policy_version == 1 and list(generation.token_ids) == other.greedy(prompt, 12)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="bfloat16 needs AVX512_BF16")
+def test_bfloat16_where_stages_keep_onednn_from_amx(model_dir, monkeypatch):
+    """On a processor with AMX vLLM's attention died by SIGILL there."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    engine = VLLMEngine(str(model_dir), max_length=256, dtype="bfloat16", restarts=0)
+
+    async def main():
+        await engine.start()
+        prompts = random_prompts(6, seed=3, longest=150)
+        found = await asyncio.gather(*(engine.generate(p, SamplingParams(40, seed=1)) for p in prompts))
+        await engine.close()
+        return found
+
+    assert all(len(g.token_ids) == 40 for g in asyncio.run(main()))

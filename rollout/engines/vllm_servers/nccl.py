@@ -2,20 +2,22 @@
 
 Not run yet, because it needs several GPUs. Written for vllm/distributed/weight_transfer (nccl_engine.py,
 nccl_common.py) and vllm/v1/worker/gpu_worker.py. The sender is rank 0 of a process group with the workers of all
-servers. An update is `start_weight_update`, any number of `update_weights`, and `finish_weight_update`. Each
-`update_weights` announces tensors, which then arrive by broadcast.
+servers. vLLM's own trainer class (``NCCLTrainerWeightTransferEngine``) knows one server, and needs all names and shapes
+before the first tensor is gathered. Here each ``/update_weights`` announces a bucket, which then arrives by broadcast.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rollout.engines.server.client import ServerClient, ServerWeightState
+from rollout.engines.vllm_servers.client import ServerClient, new_label
+from rollout.engines.vllm_servers.transfer import updating
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +30,8 @@ Members = tuple[tuple[str, str], ...]  # address and instance of each server
 class NCCLSender:
     """Sends weights to vLLM servers by NCCL, in buckets, and keeps copies of one bucket on the sender's GPU.
 
-    Servers must run VLLMEngine with ``weight_transfer: nccl``. If a server dies between announcement and broadcast, the
-    sender waits in NCCL, as in any collective, until the process group's watchdog ends the run. If the servers change,
-    the sender creates a new group.
+    If a server dies between announcement and broadcast, the sender waits in NCCL, as in any collective, until the
+    process group's watchdog ends the run. If the servers change, the sender creates a new group.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -46,38 +47,42 @@ class NCCLSender:
         version: int,
         checksum: bool,
         between_steps: bool,
-    ) -> ServerWeightState:
-        """Send all weights to the servers, and return their new state (tag and version of the push).
+    ) -> str:
+        """Send all weights to the servers, and return their label.
 
         Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
 
         Raises:
-            ValueError: ``checksum`` is set, the weights are not on a GPU, or a server cannot receive or refuses.
+            ValueError: ``checksum`` is set, the weights are not on a GPU, or a server refuses.
             InfrastructureError: a server does not answer.
         """
         if checksum:
             raise ValueError(
-                "checksum: true works only with transport: shared_memory; with transport: nccl take probe: true with a "
+                "checksum: true works only with transport: files; with transport: nccl take probe: true with a "
                 "probe_tolerance"
             )
-        held, started = ServerWeightState.new(version), False
-        for bucket in _device_buckets(tensors, self._bucket_bytes):
-            if not started:
-                submit(self._join(servers, bucket[0][1].device)).result()
-                submit(_all(servers, "start_weight_update", {"tag": held.tag, "between_steps": between_steps})).result()
-                started = True
-            update = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-            }
-            announced = submit(_all(servers, "update_weights", {"arguments": {"update_info": update}}))
-            self._broadcast(bucket)
-            announced.result()
-        if not started:
+        buckets = _device_buckets(tensors, self._bucket_bytes)
+        first = next(buckets, None)
+        if first is None:
             raise ValueError("there are no weights to send")
-        submit(_all(servers, "finish_weight_update", {"tag": held.tag, "version": version})).result()
-        return held
+        submit(self._join(servers, first[0][1].device)).result()
+        updates = _Updates(servers, new_label(version), between_steps)
+        submit(updates.begin()).result()
+        try:
+            for bucket in itertools.chain([first], buckets):
+                update = {
+                    "names": [name for name, _ in bucket],
+                    "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                }
+                announced = submit(_all(servers, "/update_weights", {"update_info": update}))
+                self._broadcast(bucket)
+                announced.result()
+        except BaseException as error:
+            submit(updates.end(error)).result()
+            raise
+        submit(updates.end()).result()
+        return updates.label
 
     def close(self) -> None:
         if self._group is not None:
@@ -87,29 +92,19 @@ class NCCLSender:
     async def _join(self, servers: Sequence[ServerClient], device: torch.device) -> None:
         """Create the NCCL process group of this rank and all workers of all servers, unless it exists."""
         if device.type != "cuda":
-            raise ValueError(f"transport: nccl needs weights on a GPU; found {device.type}: take shared_memory")
-        said = await asyncio.gather(*(server.health() for server in servers))
-        members = tuple((server.url, health["instance"]) for server, health in zip(servers, said, strict=True))
+            raise ValueError(f"transport: nccl needs weights on a GPU; found {device.type}: take files")
+        members = tuple((server.url, server.facts["instance"]) for server in servers)
         if members == self._members:
             return
-        unable = [s.url for s, health in zip(servers, said, strict=True) if health.get("weight_transfer") != "nccl"]
-        if unable:
-            servers_unable = ", ".join(unable)
-            raise ValueError(
-                f"start {servers_unable} with VLLMEngine and weight_transfer: nccl (or take transport: shared_memory)"
-            )
         if self._members:
             stale = {url for url, instance in self._members if (url, instance) in members}
-            await _all([server for server in servers if server.url in stale], "shutdown_weight_transfer_engine", {})
+            await _all([server for server in servers if server.url in stale], "/shutdown_weight_transfer_engine")
             self.close()
-        workers = [health["workers"] for health in said]
+        workers = [server.facts["workers"] for server in servers]
         address, port = _own_address(servers[0].url), _free_port()
         common = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers), "packed": False}
         inits = [
-            server.post(
-                "/transfer/init_weight_transfer_engine",
-                {"arguments": {"init_info": {**common, "rank_offset": 1 + sum(workers[:i])}}},
-            )
+            server.post("/init_weight_transfer_engine", {"init_info": {**common, "rank_offset": 1 + sum(workers[:i])}})
             for i, server in enumerate(servers)
         ]
         joined = asyncio.ensure_future(asyncio.gather(*inits))  # both sides meet at the rendezvous
@@ -134,8 +129,35 @@ def _join_as_sender(address: str, port: int, world_size: int, device: torch.devi
     return stateless_init_process_group(address, port, 0, world_size, device)
 
 
-async def _all(servers: Sequence[ServerClient], method: str, body: dict[str, Any]) -> None:
-    await asyncio.gather(*(server.post(f"/transfer/{method}", body) for server in servers))
+class _Updates:
+    """The open weight updates of several servers, see `transfer.updating`."""
+
+    def __init__(self, servers: Sequence[ServerClient], label: str, between_steps: bool) -> None:
+        self.label = label
+        self._open = [updating(server, label, between_steps) for server in servers]
+
+    async def begin(self) -> None:
+        """Begin the updates. If one cannot begin, the others are broken off."""
+        outcomes = await asyncio.gather(*(update.__aenter__() for update in self._open), return_exceptions=True)
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+        if error is not None:
+            begun = zip(self._open, outcomes, strict=True)
+            self._open = [update for update, outcome in begun if not isinstance(outcome, BaseException)]
+            await self.end(error)
+            raise error
+
+    async def end(self, error: BaseException | None = None) -> None:
+        """Finish the updates, or with ``error`` break them off."""
+        kind = type(error) if error is not None else None
+        ends = [update.__aexit__(kind, error, None) for update in self._open]
+        outcomes = await asyncio.gather(*ends, return_exceptions=True)
+        for outcome in outcomes if error is None else ():
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+async def _all(servers: Sequence[ServerClient], path: str, body: dict[str, Any] | None = None) -> None:
+    await asyncio.gather(*(server.post(path, body) for server in servers))
 
 
 def _device_buckets(tensors: Tensors, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

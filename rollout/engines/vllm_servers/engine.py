@@ -1,0 +1,320 @@
+"""Engine over any number of ``vllm serve`` processes: load balancing, failover, and weight updates of all servers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.sessions import LoopSession
+from rollout.engines.base import Generation, SamplingParams, check_request
+from rollout.engines.process import check_model_folder
+from rollout.engines.vllm_servers.adapter import AdapterFolder, load_adapter
+from rollout.engines.vllm_servers.client import OtherWeights, ServerClient, new_label
+from rollout.engines.vllm_servers.flags import FILES, NCCL
+from rollout.engines.vllm_servers.nccl import NCCLSender
+from rollout.engines.vllm_servers.pool import HeldWeights, ServerPool
+from rollout.engines.vllm_servers.transfer import load_files, require_files
+from rollout.engines.weights.files import SHARED_MEMORY, WeightFiles, in_type, names_and_shapes, new_file
+from rollout.trajectory import InfrastructureError, PermanentFailure
+
+if TYPE_CHECKING:
+    from rollout.engines.weights.push import Submit, Tensors
+
+logger = logging.getLogger(__name__)
+
+
+DEATHS = 3  # servers that may be lost with one request in flight, before the request fails
+
+
+class VLLMServers:
+    """Engine that generates on several ``vllm serve`` processes of one model (``make engine``). Implements
+    `base.Engine`.
+
+    A request goes to the server that sampled the beginning of its ids, or to the one with the fewest requests in
+    flight. A server is *lost* if it cannot be reached, its engine has died, or it holds other weights than the last
+    push. Its requests go to other servers. It is checked repeatedly, and loads the weights from the sender's files. The
+    same seeds give the same tokens on every server, so a failover does not change trajectories.
+
+    Every answer names the weights that sampled each token. An answer from other weights than those of this run's
+    complete pushes is dropped, and its request is sent again.
+
+    Several ranks may share the servers. The first rank sends the weights, see ``rollout.engines.weights.push``.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        urls: list[str],
+        model: str,
+        max_length: PositiveInt = 1024,
+        router: str | None = None,
+        transport: Literal["files", "nccl"] = "files",
+        adapters: bool = False,
+        retry_s: NonNegativeFloat = 300.0,
+        timeout_s: PositiveFloat = 1800.0,
+        silence_s: PositiveFloat = 60.0,
+        bucket_mb: PositiveInt = 256,
+    ) -> None:
+        """
+        Args:
+            urls: of all servers, such as ``["http://127.0.0.1:8100"]``.
+            model: Hugging Face folder or name; the servers must serve a model of its shapes.
+            max_length: given plus new tokens of a request, at most; not above the servers' max_length.
+            router: address of a router in front of the servers. Requests for tokens go there, weights to ``urls``.
+            transport: of weights. "files": safetensors files that servers on this host read. "nccl": vLLM's transfer,
+                from GPU to GPU, also between machines.
+            adapters: push the policy's LoRA adapters (``model.lora``) by files instead of its weights. The servers must
+                serve the policy's base, and requests in flight finish with the old adapter.
+            retry_s: seconds that a request waits while no server serves, before it fails by infrastructure.
+            timeout_s: seconds for one request, and for loading weights.
+            silence_s: a server that leaves a request unanswered for so long is asked for a sign of life; without one it
+                is lost.
+            bucket_mb: MiB of weights per broadcast; a larger tensor goes alone. NCCL only.
+        """
+        addresses = [*urls, router] if router is not None else urls
+        right = all(url.startswith(("http://", "https://")) for url in addresses)
+        if adapters and transport == "nccl":
+            raise ValueError("adapters: true pushes files; found transport: nccl, expected transport: files")
+        if not urls or not right or len(set(addresses)) < len(addresses):
+            raise ValueError(f'urls: expected different addresses such as "http://host:8100"; found {addresses}')
+        self.max_length = max_length
+        self._model, self._retry_s = model, retry_s
+        self._sessions = LoopSession("VLLMServers")
+        self._servers = [ServerClient(url, self._sessions, timeout_s, silence_s) for url in urls]
+        # Only the servers behind a router can give signs of life.
+        self._router = ServerClient(router, self._sessions, timeout_s, timeout_s) if router is not None else None
+        self._shapes: tuple[dict[str, tuple[int, ...]], set[str]] | None = None
+        self._files: WeightFiles | AdapterFolder = WeightFiles([])  # of the last push: kept for servers that restart
+        self._adapters: list[str] = []  # labels of the pushed ones
+        self.adapters = adapters  # whether a push needs adapters instead of weights
+        self._pool: ServerPool | None = None
+        self.nccl = NCCLSender(bucket_mb << 20) if transport == "nccl" else None
+
+    @property
+    def pool(self) -> ServerPool:
+        if self._pool is None:
+            raise InfrastructureError("the engine has not been started; await engine.start() first")
+        return self._pool
+
+    @property
+    def held(self) -> HeldWeights:
+        """Identifies the weights that all servers must hold."""
+        return self.pool.held
+
+    # ------------------------------------------------------------------ the engine's interface
+    async def start(self) -> None:
+        """Check every server, without retries, because the user is present at the start.
+
+        Raises:
+            FileNotFoundError: the model's folder is missing or empty.
+            ValueError: a server serves another model, takes shorter requests, was started with other flags, or cannot
+                read this host's shared memory.
+            InfrastructureError: a server does not answer, or requires another secret.
+        """
+        if self._pool is not None:
+            return
+        check_model_folder(self._model)
+        self._shapes = self._shapes or await asyncio.to_thread(names_and_shapes, self._model)
+        backend = FILES if self.nccl is None else NCCL
+        pool = ServerPool(self._servers, self._model, self.max_length, *self._shapes, backend, self.adapters)
+        try:
+            for server in self._servers:
+                server.lost = None
+                await pool.check(server)
+                if await server.is_paused():  # a sender has disappeared
+                    await server.post("/resume")
+            if self.nccl is None and (blind := await _blind_servers(self._servers)):
+                raise ValueError(
+                    f"{', '.join(map(str, blind))} cannot read this host's {SHARED_MEMORY} (another machine or "
+                    "container), so weights cannot reach it; take transport: nccl, or start it on this host"
+                )
+        except BaseException:
+            await self._sessions.close()
+            raise
+        if self._router is not None:
+            self._router.facts = self._servers[0].facts
+        self._pool = pool
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Sample and return a continuation of ``token_ids`` on one of the servers, see `base.Engine.generate`.
+
+        Raises:
+            ValueError: the request is malformed or too long, or the servers hold the weights of another run and this
+                run has pushed none.
+            PermanentFailure: the model's logits are not finite, or several servers were lost with this request in
+                flight.
+            InfrastructureError: no server served for ``retry_s`` seconds; the message has each server's reason.
+        """
+        pool = self.pool
+        ids, sampling = check_request(token_ids, sampling, self.max_length, pool.vocab_size)
+        until: float | None = None
+        deaths = 0
+        while True:
+            server = pool.choose(ids)
+            if server is None:
+                until = until or time.monotonic() + self._retry_s
+                await pool.wait(until)
+                continue
+            held = pool.held
+            try:
+                answer = await (self._router or server).generate(ids, sampling, held.name)
+                await pool.accept(answer, held)
+            except PermanentFailure:
+                raise
+            except InfrastructureError as error:
+                deaths += not isinstance(error, OtherWeights)
+                if self._router is None:
+                    pool.lose(server, str(error))
+                else:
+                    until = until or time.monotonic() + self._retry_s
+                    await pool.recheck(until, str(error))
+                if deaths >= DEATHS and self._router is None:
+                    raise PermanentFailure(
+                        f"{deaths} servers were lost with this request in flight, the last one: {error}. It is not "
+                        "sent again: change the request"
+                    ) from None
+                continue
+            if self._router is None:
+                pool.remember_cached([*ids, *answer.generation.token_ids], answer.labels, server)
+            return answer.generation
+
+    async def load_files(
+        self, files: WeightFiles, version: int, between_steps: bool = False, checksum: bool = True
+    ) -> None:
+        """Load weights from files on all servers, see `base.Engine.load_files`. The engine takes over the files and
+        removes them.
+
+        Call it between `begin_push` and `end_push`. Returns when every reachable server holds the weights; the others
+        load them when they are back.
+
+        Raises:
+            ValueError: a server refused. Generations come only from weights of complete pushes.
+            InfrastructureError: no server took them.
+        """
+        held = HeldWeights(new_label(version), tuple(files.paths))
+        try:
+            servers = await self.pool.reachable()
+            servers = await _each(servers, [require_files(s, files.paths, checksum) for s in servers])
+            load = [load_files(s, files.paths, held.label, between_steps) for s in servers]
+            took = await _each(servers, load)
+        except BaseException:
+            files.remove()
+            raise
+        self._files = files
+        await self.adopt(held, took)
+
+    async def _load_adapter(self, adapter: AdapterFolder, version: int) -> None:
+        held = HeldWeights(new_label(version), adapter=str(adapter.path))
+        try:
+            servers = await self.pool.reachable()
+            old = self._adapters[:-1]  # requests in flight may name the last one
+            took = await _each(servers, [load_adapter(s, held.label, str(adapter.path), old) for s in servers])
+        except BaseException:
+            adapter.remove()
+            raise
+        self._files = adapter
+        self._adapters = [*self._adapters[-1:], held.label]
+        await self.adopt(held, took)
+
+    async def probe(self, token_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Generation]:
+        """Send one request to each server that serves. Returns the generations by address. Raises as `generate`."""
+        serving, held = self.pool.serving, self.held
+        if not serving:
+            raise InfrastructureError(self.pool.no_server_message())
+        answers = await asyncio.gather(*(s.generate(token_ids, sampling, held.name) for s in serving))
+        for answer in answers:
+            await self.pool.accept(answer, held)
+        return {server.url: answer.generation for server, answer in zip(serving, answers, strict=True)}
+
+    async def close(self) -> None:
+        """Disconnect from the servers, which keep running. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+        self._forget_files()
+        if self.nccl is not None:
+            self.nccl.close()
+        await self._sessions.close()
+
+    # ------------------------------------------------------------------ pushes, also of another rank
+    async def begin_push(self) -> None:
+        """Begin a weight push, during which the first rank sends weights.
+
+        `generate` returns tokens of the new weights only after the push, and samples them again if the push fails."""
+        self.pool.begin_push()
+        self._forget_files()  # first, because two copies of the model may not fit
+
+    def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
+        """Send weights to all servers in their dtype, by NCCL or by files, or adapters. See
+        `weights.push.SharedEngine.send`."""
+        if self.adapters:
+            return submit(self._load_adapter(AdapterFolder.write(tensors), version)).result()
+        dtypes = {server.facts["dtype"] for server in self._servers if server.facts}
+        tensors = in_type(tensors, dtypes.pop() if len(dtypes) == 1 else None)
+        if self.nccl is not None:
+            servers = submit(self.pool.reachable()).result()
+            label = self.nccl.send(servers, submit, tensors, version, checksum, between_steps)
+            submit(self.adopt(HeldWeights(label), took=servers)).result()
+        else:
+            files = WeightFiles.write(tensors, checksum)
+            submit(self.load_files(files, version, between_steps, checksum)).result()
+
+    async def adopt(self, held: HeldWeights, took: Sequence[ServerClient] | None = None) -> None:
+        """Send requests only to servers that hold the weights ``held``: the servers ``took`` (None: all)."""
+        if took is not None:
+            for server in self._servers:
+                if server in took:
+                    server.lost = None
+                else:
+                    self.pool.lose(server, server.lost or "it was lost during a push")
+        self.pool.adopt(held)
+
+    async def end_push(self) -> None:
+        self.pool.end_push()
+
+    def _forget_files(self) -> None:
+        self._files.remove()
+        self._files = WeightFiles([])
+
+
+async def _each(servers: Sequence[ServerClient], work: Sequence[Coroutine[Any, Any, None]]) -> list[ServerClient]:
+    """Run ``work[i]`` for ``servers[i]``, all at once. Returns the servers that did it; those that did not answer are
+    marked lost.
+
+    Raises ValueError with the first refusal, InfrastructureError if no server is left.
+    """
+    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    left: list[ServerClient] = []
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if isinstance(outcome, InfrastructureError):
+            server.lost = str(outcome)
+            logger.warning("vLLM server %s is lost during a push (%s)", server, outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            left.append(server)
+    if not left:
+        reasons = "; ".join(f"{server}: {server.lost}" for server in servers)
+        raise InfrastructureError(f"no vLLM server took the weights: {reasons}")
+    return left
+
+
+async def _blind_servers(servers: Sequence[ServerClient]) -> list[ServerClient]:
+    """Return the servers of which a worker cannot read a file in this host's shared memory."""
+    if not SHARED_MEMORY.is_dir():
+        return list(servers)
+    token = new_file(SHARED_MEMORY)
+    try:
+        token.write_bytes(secret := secrets.token_bytes(32))
+        answers = await asyncio.gather(*(s.call("digest_of_test_file", str(token)) for s in servers))
+    finally:
+        token.unlink(missing_ok=True)
+    expected = hashlib.sha256(secret).hexdigest()
+    return [server for server, answer in zip(servers, answers, strict=True) if set(answer) != {expected}]

@@ -1,0 +1,334 @@
+"""The servers of a trainer: which of them serve, which are lost, and how lost servers recover."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from rollout.engines.vllm_servers.adapter import load_adapter
+from rollout.engines.vllm_servers.client import (
+    CHECK_S,
+    START,
+    UNCHECKED,
+    Answer,
+    OtherWeights,
+    ServerClient,
+    version_of,
+)
+from rollout.engines.vllm_servers.flags import MAX_LOGPROBS
+from rollout.engines.vllm_servers.transfer import load_files
+from rollout.trajectory import InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 10.0  # longest pause between two checks of a lost server
+WARN_EVERY_S = 60.0
+ROUTER_PAUSE_S = 0.5
+EXPECTED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_logprobs": MAX_LOGPROBS}
+Shapes = dict[str, tuple[int, ...]]
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Identifies the weights that all servers must hold."""
+
+    label: str  # of the push that brought them
+    paths: tuple[str, ...] = ()  # the files of the push, while the sender keeps them
+    adapter: str | None = None  # folder of the LoRA adapter, if the push brought one; its name is the label
+
+    @property
+    def version(self) -> int:
+        return version_of(self.label)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the adapter, for requests."""
+        return self.label if self.adapter is not None else None
+
+
+class ServerPool:
+    """The servers of one model. ``held`` are the weights that they must have. Belongs to one event loop.
+
+    A server is *lost* if it cannot be reached, its engine has died, or it holds other weights. The pool checks a lost
+    server repeatedly. The server serves again once it holds the right weights, or has loaded them from the sender's
+    files.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerClient],
+        model: str,
+        max_length: int,
+        expected: Shapes,
+        tied: set[str],
+        backend: str,
+        adapters: bool,
+    ) -> None:
+        """
+        Args:
+            expected: names and shapes of the model's weights.
+            tied: names that a server may lack.
+            backend: weight transfer backend that the servers must have.
+            adapters: whether the servers must take LoRA adapters.
+        """
+        self.servers, self.held = list(servers), HeldWeights(START)
+        self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
+        self._backend, self._adapters = backend, adapters
+        self._affinity = PrefixAffinity()
+        self._searches: dict[ServerClient, asyncio.Task[None]] = {}
+        self._foreign = ""  # message if a server holds the weights of another run
+        self._told = float("-inf")
+        self._changed = asyncio.Event()
+        self._settled = asyncio.Event()  # no push is in progress
+        self._settled.set()
+        self._order = {START: 0}  # labels of complete pushes, and of the folder, in their order
+
+    # ------------------------------------------------------------------ pushes
+    def begin_push(self) -> None:
+        """Begin a weight push, which lasts until `end_push`. An answer from new weights waits for the end."""
+        self._settled.clear()
+        self.held = replace(self.held, paths=())  # the sender removes its old files before it writes new ones
+
+    def end_push(self) -> None:
+        self._settled.set()
+        self._wake()
+
+    async def accept(self, answer: Answer, asked: HeldWeights) -> None:
+        """Check that only weights of complete pushes, none older than ``asked``, sampled an answer. Waits for the end
+        of a push in progress. Raises OtherWeights."""
+        if not all(label in self._order for label in answer.labels):
+            await self._settled.wait()
+        oldest = self._order[asked.label]
+        wrong = [label for label in answer.labels if self._order.get(label, -1) < oldest]
+        if wrong:
+            raise OtherWeights(f"it answered from weights {wrong[0]}; expected {asked.label} or newer ones")
+
+    def adopt(self, held: HeldWeights) -> None:
+        """Send requests only to servers that hold the weights ``held``, from now on."""
+        self.held = held
+        self._order.setdefault(held.label, len(self._order))
+        self._affinity.clear()
+        for server, task in self._searches.items():  # they wait for the old weights
+            task.cancel()
+            if server.lost is not None:
+                self._searches[server] = asyncio.ensure_future(self._search(server))
+
+    async def close(self) -> None:
+        tasks = list(self._searches.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ which server
+    @property
+    def serving(self) -> list[ServerClient]:
+        return [server for server in self.servers if server.lost is None]
+
+    @property
+    def vocab_size(self) -> int | None:
+        return next((server.facts["vocab_size"] for server in self.servers if server.facts), None)
+
+    def remember_cached(self, ids: Sequence[int], labels: Sequence[str], server: ServerClient) -> None:
+        """Remember that the prefix cache of ``server`` holds the token ``ids``, so that later requests with this prefix
+        go there. Does nothing if a weight push has emptied the cache since."""
+        if labels and labels[-1] == self.held.label:
+            self._affinity.remember(ids, server)
+
+    def choose(self, ids: Sequence[int]) -> ServerClient | None:
+        """Return the server that sampled the beginning of the token ``ids``, or the least busy one (None: no
+        server serves)."""
+        serving = self.serving
+        owner = self._affinity.find(ids) if len(serving) > 1 else None
+        return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
+
+    async def wait(self, until: float) -> None:
+        """Wait until the state of a server changes. Raises InfrastructureError at the time ``until``,
+        ValueError if no server will serve."""
+        if self._foreign and (self.held.label == START or self.held.adapter is not None):
+            raise ValueError(self._foreign)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise InfrastructureError(self.no_server_message())
+        if time.monotonic() - self._told >= WARN_EVERY_S:
+            self._told = time.monotonic()
+            logger.warning("%s; requests wait up to %.0f s", self.no_server_message(), left)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), left)
+
+    def no_server_message(self) -> str:
+        """Return the error message that no server serves, with each server's reason."""
+        return "no vLLM server serves: " + "; ".join(f"{s.url}: {s.lost or 'ready'}" for s in self.servers)
+
+    def lose(self, server: ServerClient, why: str) -> None:
+        """Send no more requests to a server, and check the server until it is back."""
+        if server.lost is None:
+            logger.warning("vLLM server %s is lost (%s); its requests go to other servers, or wait", server, why)
+        server.lost = why
+        if server not in self._searches or self._searches[server].done():
+            self._searches[server] = asyncio.ensure_future(self._search(server))
+
+    async def recheck(self, until: float, why: str) -> None:
+        """Check the serving servers after a router's answer was no use, and wait a moment. Raises InfrastructureError
+        at the time ``until``."""
+        if time.monotonic() >= until:
+            raise InfrastructureError(f"the router gave no answer of use: {why}")
+        for server in self.serving:
+            try:
+                await self.check(server)
+                if (label := await server.held()) != self.held.label and self._settled.is_set():
+                    self.lose(server, f"it holds weights {label}; expected {self.held.label}")
+            except (InfrastructureError, ValueError) as error:
+                self.lose(server, str(error))
+        await asyncio.sleep(ROUTER_PAUSE_S)
+
+    async def _search(self, server: ServerClient) -> None:
+        pause = 0.1
+        while True:
+            await self._settled.wait()
+            try:
+                await self._recover(server)
+            except (InfrastructureError, ValueError) as error:
+                server.lost = str(error)
+                self._wake()
+            else:
+                server.lost = None
+                logger.warning("vLLM server %s is back, with version %d", server, self.held.version)
+                self._wake()
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    async def _recover(self, server: ServerClient) -> None:
+        """Let a lost server load the right weights, unless it has them. Raises the reason if it cannot serve."""
+        await self.check(server)
+        label, held = await server.held(), self.held
+        if held.adapter is not None and label == START:
+            return await load_adapter(server, held.label, held.adapter)
+        if label == held.label:
+            if await server.is_paused():  # the sender of its weights disappeared at the very end
+                await server.post("/resume")
+            return
+        if held.label == START or held.adapter is not None:
+            cure = "restart the server, or push (callbacks.training.weight_sync.WeightSync)"
+            pushes = f"none; {cure}" if held.adapter is None else "adapters of its folder's; restart the server"
+            self._foreign = f"{server} holds the weights of another run ({label}), and this run has pushed {pushes}"
+            raise ValueError(self._foreign)
+        if version_of(label) > held.version:
+            raise InfrastructureError(f"it holds weights {label}, of a push that is unknown here, or of another run")
+        if not held.paths:
+            raise InfrastructureError(
+                f"it holds weights {label}; the files of {held.label} are removed; it gets the next push"
+            )
+        # Its requests in flight are older than the push that it missed.
+        await load_files(server, held.paths, held.label, between_steps=True)
+
+    # ------------------------------------------------------------------ what they serve
+    async def reachable(self) -> list[ServerClient]:
+        """Return the servers that answer, with any weights. Raises InfrastructureError if none does."""
+        answers = await asyncio.gather(*map(self.check, self.servers), return_exceptions=True)
+        for server, answer in zip(self.servers, answers, strict=True):
+            if isinstance(answer, (InfrastructureError, ValueError)):
+                self.lose(server, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+        reachable = [s for s, answer in zip(self.servers, answers, strict=True) if answer is None]
+        if not reachable:
+            raise InfrastructureError(self.no_server_message())
+        return reachable
+
+    async def check(self, server: ServerClient) -> None:
+        """Check that a server serves the expected model with the flags of ``make engine``, once after each of its
+        starts. A server that has just started gets the label of its folder's weights."""
+        try:
+            facts = server.facts = (await server.call("describe", timeout_s=CHECK_S))[0]
+            started = facts["instance"] != server.checked
+        except (InfrastructureError, ValueError) as error:
+            if any(said in str(error) for said in ("status 404", "status 500", "status 501")):
+                raise ValueError(
+                    f"{server} was not started with the flags that `make engine` prints ({error}); start it with them"
+                ) from None
+            raise
+        if started:
+            self._require_flags(server)
+            await self._require_shapes(server)
+        if await server.held() == UNCHECKED:
+            await server.post("/update_weight_version", {"new_version": START})
+        server.checked = facts["instance"]
+
+    def _require_flags(self, server: ServerClient) -> None:
+        facts = server.facts
+        if facts["max_length"] < self._max_length:
+            raise ValueError(
+                f"{server} takes {facts['max_length']} tokens, not {self._max_length}; start it with that max_length, "
+                "or lower this engine's"
+            )
+        if self._adapters and not facts["lora_rank"]:
+            raise ValueError(f'{server} takes no adapters; start it by `make engine` with ARGS="--lora-rank 16"')
+        for name, expected in {**EXPECTED, "backend": self._backend}.items():
+            if facts[name] != expected:
+                raise ValueError(
+                    f"{server} has {name} {facts[name]}; expected {expected}: start it with the flags that `make "
+                    "engine` prints"
+                )
+
+    async def _require_shapes(self, server: ServerClient) -> None:
+        answer = (await server.call("shapes"))[0]
+        found = {name: tuple(shape) for name, shape in answer["weights"].items()}
+        shapes = ((name, found.get(name), self._expected.get(name)) for name in sorted(self._expected.keys() | found))
+        optional = self._tied & set(answer["tied"])
+        wrong = [(name, there, here) for name, there, here in shapes if there != here and name not in optional]
+        if wrong:
+            name, there, here = wrong[0]
+            raise ValueError(
+                f"{server} serves {server.facts['model']}, another model than {self._model}: {len(wrong)} weights "
+                f"differ, first {name}: {there or 'missing'} there, {here or 'missing'} here; start it on a model of "
+                "the same configuration"
+            )
+
+    def _wake(self) -> None:
+        """Let all requests that wait for a server check again."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+class PrefixAffinity:
+    """Finds the server that sampled the beginning of a sequence, so that its prefix cache serves the next turn.
+
+    Prompts alone are not remembered, because a group's samples would then all go to one server. A lookup hashes the
+    given ids once (about 1 ms for 6,000).
+    """
+
+    def __init__(self, most: int = 100_000) -> None:
+        """``most``: number of sequences to remember. The least recently used is forgotten first."""
+        self._most = most
+        self._owners: OrderedDict[int, Any] = OrderedDict()
+
+    def remember(self, token_ids: Sequence[int], owner: Any) -> None:
+        key = _prefix_hashes(token_ids)[-1]
+        self._owners[key] = owner
+        self._owners.move_to_end(key)
+        if len(self._owners) > self._most:
+            self._owners.popitem(last=False)
+
+    def find(self, token_ids: Sequence[int]) -> Any | None:
+        """Return the server of the longest remembered prefix of ``token_ids``, or None."""
+        for key in reversed(_prefix_hashes(token_ids)):
+            if key in self._owners:
+                return self._owners[key]
+        return None
+
+    def clear(self) -> None:
+        self._owners.clear()
+
+
+def _prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+    """Return a 64-bit hash of each prefix of the token ids, the shortest first."""
+    return list(accumulate(token_ids, lambda h, t: ((h ^ t) * 0x9E3779B97F4A7C15 + 1) & _MASK, initial=1))[1:]

@@ -1,0 +1,139 @@
+"""A server that answers as ``vllm serve`` does, with a model of one table, for faults that a real one cannot be brought
+to on demand. The tests against the real one are in test_vllm_servers.py."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import asynccontextmanager
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+
+from rollout.engines.vllm_servers.flags import FILES, MAX_LOGPROBS
+
+WORDS = 40
+
+
+def table(seed: int) -> dict[str, torch.Tensor]:
+    return {"scores": torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed))}
+
+
+def continuation(weights: dict[str, torch.Tensor], ids: list[int], count: int) -> list[int]:
+    """Greedy."""
+    found = list(ids)
+    for _ in range(count):
+        found.append(int(weights["scores"][found[-1]].argmax()))
+    return found[len(ids) :]
+
+
+class StandIn:
+    """Options that a test sets: ``refuses`` files, ``hangs``, ``status`` of answers to requests for tokens, ``gate``
+    that these wait for. ``calls`` are the paths that were posted."""
+
+    def __init__(self) -> None:
+        self.weights, self.label, self.paused = table(0), "default", False
+        self.refuses, self.hangs, self.status, self.nan = "", False, 200, False
+        self.gate, self.calls, self.instance, self.url = asyncio.Event(), [], uuid.uuid4().hex, ""
+        self.adapters: dict[str, str] = {}
+        self.facts = {
+            "model": "stand-in", "max_length": 64, "vocab_size": WORDS, "dtype": "float32", "backend": FILES,
+            "logprobs_mode": "processed_logprobs", "max_logprobs": MAX_LOGPROBS, "generation_config": "vllm",
+            "workers": 1, "lora_rank": 8, "truncation": True, "seeds": True,
+        }  # fmt: skip
+        self.gate.set()
+
+    def restart(self) -> None:
+        self.weights, self.label, self.instance, self.paused = table(0), "default", uuid.uuid4().hex, False
+
+    @asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            self.hangs, _ = False, self.gate.set()
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.method == "POST" and await request.read() else {}
+        self.calls.append(request.path if request.path != "/collective_rpc" else body["method"])
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        if request.path == "/inference/v1/generate":
+            return await self._generate(body)
+        answer = {
+            "/weight_info": lambda: {"weight_version": self.label},
+            "/is_paused": lambda: {"is_paused": self.paused},
+            "/v1/models": lambda: {
+                "data": [{"id": "m", "parent": None}, *({"id": a, "parent": "m"} for a in self.adapters)]
+            },
+            "/collective_rpc": lambda: {"results": [getattr(self, f"_{body['method']}")(*body["args"])]},
+        }.get(request.path)
+        if answer is not None:
+            return web.json_response(answer())
+        match request.path:
+            case "/pause" | "/resume":
+                self.paused = request.path == "/pause"
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/finish_weight_update":
+                self.label = body["weight_version"]
+            case "/update_weights":
+                (path,) = body["update_info"]["paths"]
+                self.weights = load_file(path)
+            case "/v1/load_lora_adapter":
+                self.adapters[body["lora_name"]] = body["lora_path"]
+            case "/v1/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+            case "/start_weight_update" | "/reset_prefix_cache":
+                pass
+            case _:
+                return web.json_response({"error": {"message": "Not Found"}}, status=404)
+        return web.json_response({"success": True})
+
+    async def _generate(self, body: dict) -> web.Response:
+        started = self.label
+        await self.gate.wait()
+        while self.paused:
+            await asyncio.sleep(0.001)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "the engine is dead"}}, status=self.status)
+        count = body["sampling_params"]["max_tokens"]
+        ids = continuation(self.weights, body["token_ids"], count)
+        spans = [{"version": self.label, "start": 0, "end": count}]
+        if started != self.label and count > 1:
+            spans = [{"version": started, "start": 0, "end": 1}, {"version": self.label, "start": 1, "end": count}]
+        content = [
+            {"token_id": i, "logprob": -9999.0 if self.nan else -0.5, "rank": 1, "top_logprobs": []} for i in ids
+        ]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length", "stop_reason": None}
+        return web.json_response(
+            {"choices": [choice | {"weight_versions": spans}], "usage": {}, "model": body.get("model", "stand-in")}
+        )
+
+    def _describe(self) -> dict:
+        return self.facts | {"instance": self.instance}
+
+    def _shapes(self) -> dict:
+        return {"weights": {"scores": [WORDS, WORDS]}, "tied": []}
+
+    def _digest_of_test_file(self, path: str) -> str:
+        import hashlib
+        from pathlib import Path
+
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+    def _refusal_of_files(self, paths: list[str], verify: bool) -> str | None:
+        return self.refuses or None
+
+    def _end_broken_update(self) -> None:
+        pass
+
+    _clear_tainted_cache = _taint = _end_broken_update

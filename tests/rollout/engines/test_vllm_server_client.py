@@ -1,0 +1,267 @@
+"""What becomes of requests and pushes when servers refuse, forget, restart, hang or lie: against stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import torch
+
+from rollout.engines.base import SamplingParams
+from rollout.engines.vllm_servers import engine as module
+from rollout.engines.vllm_servers import pool as pools
+from rollout.engines.vllm_servers.client import version_of
+from rollout.engines.vllm_servers.engine import VLLMServers
+from rollout.engines.vllm_servers.pool import PrefixAffinity
+from rollout.trajectory import InfrastructureError, PermanentFailure
+from tests.rollout.engines.pushing import push_weights
+from tests.rollout.engines.stand_in import WORDS, StandIn, continuation, table
+
+SAMPLING = SamplingParams(6, temperature=0)
+
+
+@asynccontextmanager
+async def fleet(count=2, **options):
+    """Stand-ins, and an engine over them."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(StandIn().running()) for _ in range(count)]
+        engine = VLLMServers([s.url for s in servers], "m", 64, **{"retry_s": 20.0, **options})
+        engine._shapes = {"scores": (WORDS, WORDS)}, set()
+        await engine.start()
+        try:
+            yield engine, *servers
+        finally:
+            await engine.close()
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main(), 300))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(module, "check_model_folder", lambda model: None)
+    monkeypatch.setattr(pools, "LONGEST_PAUSE_S", 0.05)
+
+
+async def whole(engine):
+    """Until every server serves."""
+    while len(engine.pool.serving) < len(engine.pool.servers):
+        await asyncio.sleep(0.01)
+
+
+def test_what_one_server_refuses_no_server_loads():
+    async def main():
+        async with fleet() as (engine, first, second):
+            await push_weights(engine, table(1).items(), 1)
+            second.refuses = "they do not fit"
+            with pytest.raises(ValueError, match="they do not fit"):
+                await push_weights(engine, table(2).items(), 2)
+            assert version_of(first.label) == version_of(second.label) == 1 and not first.paused
+            for _ in range(4):
+                found = await engine.generate([3], SAMPLING)
+                assert list(found.token_ids) == continuation(table(1), [3], 6) and found.policy_version == 1
+
+    run(main)
+
+
+def test_an_answer_from_a_push_that_failed_is_dropped(caplog):
+    """One server has loaded the weights when the other is lost, and the push is broken off."""
+
+    async def main():
+        async with fleet() as (engine, first, second):
+            await push_weights(engine, table(1).items(), 1)
+            load = module.load_files
+
+            async def breaks(server, *rest):
+                await load(server, *rest)
+                raise ValueError("broken off")
+
+            module.load_files = breaks
+            try:
+                with pytest.raises(ValueError, match="broken off"):
+                    await push_weights(engine, table(2).items(), 2, between_steps=True)
+            finally:
+                module.load_files = load
+            assert version_of(first.label) == 2
+            asked = asyncio.ensure_future(engine.generate([3], SAMPLING))
+            while "no vLLM server serves" not in caplog.text:
+                await asyncio.sleep(0.01)
+            await push_weights(engine, table(3).items(), 3)
+            found = await asked
+            assert list(found.token_ids) == continuation(table(3), [3], 6) and found.policy_version == 3
+
+    run(main)
+
+
+def test_tokens_of_two_versions_are_those_of_complete_pushes():
+    async def main():
+        async with fleet(1) as (engine, server):
+            server.gate.clear()
+            asked = asyncio.ensure_future(engine.generate([3], SAMPLING))
+            while "/inference/v1/generate" not in server.calls:
+                await asyncio.sleep(0.01)
+            await engine.begin_push()
+            await engine.load_files(module.WeightFiles.write(table(1).items()), 1, between_steps=True)
+            server.gate.set()
+            await asyncio.sleep(0.05)
+            await engine.end_push()
+            found = await asked
+            assert found.version_runs == ((0, 1), (1, 5)) and found.policy_version == 1
+            order = [c for c in server.calls if c in ("/pause", "/update_weights", "/reset_prefix_cache", "/resume")]
+            assert order == ["/pause", "/update_weights", "/reset_prefix_cache", "/resume"]
+
+    run(main)
+
+
+def test_a_restart_that_nobody_saw_is_seen_in_the_answer():
+    """The server has the weights of its folder again, and says so: they are loaded from the files of the last push."""
+
+    async def main():
+        async with fleet(1) as (engine, server):
+            await push_weights(engine, table(1).items(), 1)
+            server.restart()
+            found = await engine.generate([3], SAMPLING)
+            assert list(found.token_ids) == continuation(table(1), [3], 6) and found.policy_version == 1
+            assert server.label == engine.held.label
+
+    run(main)
+
+
+def test_a_server_left_behind_in_a_push_goes_on_when_a_run_starts():
+    async def main():
+        async with fleet(1) as (engine, server):
+            server.paused = True
+            other = VLLMServers([server.url], "m", 64)
+            other._shapes = engine._shapes
+            await other.start()
+            assert not server.paused
+            await other.close()
+
+    run(main)
+
+
+def test_an_engine_that_hangs_is_found_by_its_silence():
+    async def main():
+        pools.CHECK_S = module_client.CHECK_S = 0.2
+        async with fleet(silence_s=0.1) as (engine, first, second):
+            first.hangs = True
+            found = await asyncio.gather(*(engine.generate([i], SAMPLING) for i in range(6)))
+            assert [list(g.token_ids) for g in found] == [continuation(table(0), [i], 6) for i in range(6)]
+            assert engine.pool.serving == [engine.pool.servers[1]]
+            first.hangs = False
+            await whole(engine)
+
+    from rollout.engines.vllm_servers import client as module_client
+
+    before = module_client.CHECK_S
+    try:
+        run(main)
+    finally:
+        pools.CHECK_S = module_client.CHECK_S = before
+
+
+def test_a_request_that_servers_do_not_survive_fails():
+    async def main():
+        async with fleet() as (engine, *servers):
+            for server in servers:
+                server.status = 500
+            with pytest.raises(PermanentFailure, match="3 servers were lost with this request in flight, .*status 500"):
+                await engine.generate([3], SAMPLING)
+
+    run(main)
+
+
+def test_without_any_server_a_request_waits_and_then_says_why():
+    async def main():
+        async with fleet(1, retry_s=0.3) as (engine, server):
+            server.hangs = True
+            engine.pool.lose(engine.pool.servers[0], "it is gone")
+            with pytest.raises(InfrastructureError, match="no vLLM server serves: http://.*: it is gone"):
+                await engine.generate([3], SAMPLING)
+
+    run(main)
+
+
+def test_logits_that_are_not_finite_fail_the_request_alone():
+    async def main():
+        async with fleet(1) as (engine, server):
+            server.nan = True
+            with pytest.raises(PermanentFailure, match="logits are not finite .weights 0-start"):
+                await engine.generate([3], SAMPLING)
+            assert server.calls[-1] == "taint"
+            server.nan = False
+            assert (await engine.generate([3], SAMPLING)).policy_version == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("logprobs_mode", "raw_logprobs", "has logprobs_mode raw_logprobs; expected processed_logprobs"),
+        ("max_length", 63, "takes 63 tokens, not 64"),
+        ("generation_config", "auto", "expected vllm: start it with the flags that `make engine` prints"),
+        ("lora_rank", 0, 'takes no adapters; start it by `make engine` with ARGS="--lora-rank 16"'),
+    ],
+)
+def test_flags_are_checked_at_the_start(fact, value, said):
+    async def main():
+        async with StandIn().running() as server:
+            server.facts[fact] = value
+            engine = VLLMServers([server.url], "m", 64, adapters=True)
+            engine._shapes = {"scores": (WORDS, WORDS)}, set()
+            with pytest.raises(ValueError, match=said):
+                await engine.start()
+
+    run(main)
+
+
+def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
+    def adapter(seed):
+        return {
+            f"model.up.lora_{m}.weight": torch.randn(2, 2, generator=torch.Generator().manual_seed(seed)) for m in "AB"
+        }
+
+    async def main():
+        async with fleet(adapters=True) as (engine, first, second):
+            for version in (1, 2, 3):
+                await push_weights(engine, adapter(version).items(), version)
+                found = await engine.generate([3], SAMPLING)
+                assert found.policy_version == version and not found.version_runs
+            names = sorted(first.adapters)
+            assert [version_of(name) for name in names] == [2, 3] and sorted(second.adapters) == names
+            first.restart()
+            first.adapters.clear()
+            first.status = second.status = 404  # vLLM's for a model that it does not know
+            engine.pool.lose(engine.pool.servers[0], "it restarted")
+            await whole(engine)
+            assert sorted(first.adapters) == names[-1:]
+            # Another run has pushed whole weights under the adapters.
+            first.status = second.status = 200
+            first.label = second.label = "9-another"
+            with pytest.raises(ValueError, match="another run .9-another., .* adapters of its folder's"):
+                await engine.generate([3], SAMPLING)
+
+    run(main)
+
+
+@pytest.mark.parametrize("wrong", [{"urls": []}, {"urls": ["localhost:1"]}, {"urls": ["http://a", "http://a"]},
+                                   {"urls": ["http://a"], "router": "http://a"}])  # fmt: skip
+def test_addresses_are_checked(wrong):
+    with pytest.raises(ValueError, match="urls: expected different addresses"):
+        VLLMServers(model="m", **wrong)
+
+
+def test_affinity_binds_what_was_sampled_and_nothing_else():
+    affinity = PrefixAffinity(most=3)
+    affinity.remember([1, 2, 3, 4], "a")
+    assert affinity.find([1, 2, 3, 4, 9]) == "a"
+    assert affinity.find([1, 2, 3, 4]) == "a"
+    assert affinity.find([1, 2, 3]) is None  # a prompt that others have in common
+    affinity.remember([1, 2, 3, 4, 9, 9], "b")
+    assert affinity.find([1, 2, 3, 4, 9, 9, 5]) == "b"
+    for i in range(2):
+        affinity.remember([i], "c")
+    assert affinity.find([1, 2, 3, 4]) == "c"  # by its first token: the longer one is forgotten
