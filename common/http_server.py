@@ -1,4 +1,4 @@
-"""HTTP basics of search servers and engine servers: listen, read bodies, and report errors as one line of JSON."""
+"""HTTP basics of the search server and of agent programs: listen, read bodies, report errors as one line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared secret of search servers and engine servers that other machines reach.
+"""The shared secret of search servers and vLLM servers that other machines reach.
 
 Servers and clients read it from the environment variable ``COMPACT_AGENTS_SECRET``, a server also from a file
 (``--secret-file``). It is never an argument, because every user of a machine can read arguments. Clients send it as

@@ -381,7 +381,7 @@ class RolloutSystem:
 
     @property
     def shares_engine(self) -> bool:
-        """Whether other ranks sample from the same engine servers."""
+        """Whether other ranks sample from the same servers."""
         return is_shared(self.engine)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ WRITTEN_S = 20.0  # network file systems show the file of another node late
 
 
 def share_secret(outputs: Path) -> None:
-    """Put the secret of an output folder into the environment, for search and engine servers and their clients that
+    """Put the secret of an output folder into the environment, for search and vLLM servers and their clients that
     this process starts. A secret that the user has set stays. The first call writes the file, readable by the user
     alone. Raises ExperimentError for a file without a secret."""
     from common.secret import SECRET_VARIABLE, read_secret

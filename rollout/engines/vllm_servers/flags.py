@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ def serve_command(
     else:
         words += ["--gpu-memory-utilization", str(options.get("gpu_memory_utilization", 0.5))]
         words += ["--tensor-parallel-size", str(options.get("tensor_parallel_size", 1))]
+        words += ["--seed", str(secrets.randbits(31))]  # of requests without seeds, which would be alike on all servers
     if cache_bytes:
         words += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if not options.get("prefix_reuse", True):

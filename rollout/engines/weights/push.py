@@ -4,7 +4,7 @@ Every rank gathers all tensors (a collective under ZeRO-3), in its own thread. T
 
 - A rank's own engine: each rank fills a buffer that its engine shares (`ipc.py`), or the first rank of each host
   writes files, which the engines of all its ranks read.
-- Engine servers shared by all ranks: the first rank writes files that the servers read, or broadcasts by NCCL.
+- Servers that all ranks share: the first rank writes files that the servers read, or broadcasts by NCCL.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _info(engine: Any) -> Mapping[str, Any]:
 def _push_to_servers(
     engine: SharedEngine, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool
 ) -> None:
-    """Push weights to the shared engine servers from the first rank, and tell the other ranks which weights the servers
+    """Push weights to the shared servers from the first rank, and tell the other ranks which weights the servers
     hold."""
 
     def send(given: Tensors) -> None:

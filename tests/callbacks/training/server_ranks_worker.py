@@ -3,6 +3,7 @@
 ``python server_ranks_worker.py OUT MODEL URL URL``; asserts on both ranks.
 """
 
+import asyncio
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from callbacks.training.weight_sync import WeightSync, generation_gap
 from common.restarts import Restarts
 from lightning_modules.sharding.strategies import ZeRO3
 from rollout.engines.base import EngineGone, SamplingParams
+from rollout.engines.vllm_engine import VLLMEngine
 from rollout.engines.vllm_servers.engine import VLLMServers
 from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
 from rollout.environments.question_answering import QuestionAnswering
@@ -26,6 +28,7 @@ from rollout.system import RolloutSystem
 from rollout.tools.search import SearchTool
 from rollout.trajectory import InfrastructureError
 from tests.callbacks.helpers import make_learner
+from tests.rollout.engines.conftest import random_prompts
 from tests.rollout.engines.plain_backend import PlainEngine
 from tests.rollout.scripted import ToyRetriever
 
@@ -57,6 +60,23 @@ class Rank(L.Callback):
             assert again.policy_version == version and not again.version_runs
             assert not engine.pool._searches, "the server was taken for lost"
         rollouts.in_flight_updates = False
+
+
+def tokens_of_both_ranks_are_those_of_one_process(module, rollouts) -> None:
+    """Each rank asks the servers for half of the requests, and an engine of its own for all."""
+    rank, prompts = torch.distributed.get_rank(), random_prompts(12, seed=3)
+
+    async def ask(engine, numbers):
+        done = await asyncio.gather(*(engine.generate(prompts[i], SamplingParams(40, seed=i)) for i in numbers))
+        return [(i, g.token_ids, g.logprobs) for i, g in zip(numbers, done, strict=True)]
+
+    both = [None, None]
+    half = rollouts.background(ask(rollouts.engine, range(rank, len(prompts), 2))).result()
+    torch.distributed.all_gather_object(both, half)
+    own = system(VLLMEngine(MODEL, 256))
+    own.load_weights(module.policy_weights(), 4)
+    assert sorted(both[0] + both[1]) == own.background(ask(own.engine, range(len(prompts)))).result()
+    own.close()
 
 
 def system(engine):
@@ -134,6 +154,7 @@ def main() -> None:
     torch.distributed.all_gather_object(everyone, (rank.tags, sync.gap))
     assert everyone[0] == everyone[1], everyone
     assert len(set(rank.tags)) == 2
+    tokens_of_both_ranks_are_those_of_one_process(module, rollouts)
     # What the servers refuse, both ranks hear of.
     raised(ValueError, "nonsense", rollouts.load_weights, [("nonsense", torch.zeros(1))], 9)
     # After a push that breaks off on all ranks, no rank's requests wait for its end.
