@@ -18,7 +18,7 @@ from experiments.registry.machine import device_of
 from experiments.registry.project import ROOT
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
-from rollout.engines.vllm_servers.flags import serve_command
+from rollout.engines.vllm_servers.flags import LORA_RANKS, serve_command
 
 VLLM_ENGINE = "rollout.engines.vllm_engine.VLLMEngine"
 # Passed on to the search server
@@ -87,8 +87,8 @@ def share_with_machines(args: argparse.Namespace, context: RunContext) -> None:
     option("--port", type=int, default=8100),
     option("--secret-file", help="file with the secret that clients must send"),
     option("--transport", choices=("files", "nccl"), default="files", help="how trainers send weights"),
-    option("--lora-rank", type=int, default=0, help="largest rank of the adapters that trainers push"),
-    option("--flags", default="", help="further flags of `vllm serve`, in one word: --flags='--swap-space 4'"),
+    option("--lora-rank", type=int, default=0, choices=(0, *LORA_RANKS), help="largest rank of adapters, if pushed"),
+    option("--flags", default="", help="further flags of `vllm serve`, in one word: --flags='--data-parallel-size 4'"),
     option("--dry", action="store_true", help="print the command only"),
 )
 def engine_server(args: argparse.Namespace, context: RunContext) -> None:
@@ -103,11 +103,16 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
     if args.checkpoint is not None:
         options["model"] = args.checkpoint
     on_cpu = device_of(target.config.get("trainer", {}).get("accelerator")) == "cpu"
-    command, environment = serve_command(
-        options, args.port, args.host, on_cpu, args.transport, args.lora_rank, shlex.split(args.flags)
-    )
+    try:
+        command, environment = serve_command(
+            options, args.port, args.host, on_cpu, args.transport, args.lora_rank, shlex.split(args.flags)
+        )
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     said = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    if not is_local(args.host):
+        said.insert(0, f'{SECRET_VARIABLE}="${{{SECRET_VARIABLE}:?}}"')
     line = " ".join([*said, shlex.join(["vllm", *command[command.index("serve") :]])])
     if args.dry:
         return print(line)

@@ -85,6 +85,16 @@ def check_request(
     return ids, sampling
 
 
+def check_truncation(sampling: SamplingParams, reports_untruncated: bool) -> None:
+    """Raise ValueError if the sampling has top-k or top-p and vLLM cannot report log-probs before truncation."""
+    truncates = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+    if truncates and not reports_untruncated:
+        raise ValueError(
+            "this build of vLLM reports log-probs after top-k and top-p only, which would be wrong for training; "
+            "sample with top_k=-1 and top_p=1"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The sampled continuation of one request."""

@@ -59,7 +59,7 @@ class EngineProcess:
     A new child starts with the weights of its folder. It first gets the weights of the last complete update, if they
     are kept (``keep`` of `load_files` and `transfer`; see `weights.push`), then the unanswered messages in their order.
     An update by files is repeated from its start. A `transfer` cannot be repeated, because its tensors are not kept: it
-    raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept, `weights_lost` says so, and
+    raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept,
     the engine samples nothing until new weights arrive.
 
     A message that was in flight when two children died is a suspect. A single suspect fails. Of several suspects the
@@ -146,11 +146,6 @@ class EngineProcess:
     def kept(self) -> WeightFiles | None:
         """The files of the last complete weight update, which a restarted child process loads."""
         return self._kept
-
-    @property
-    def weights_lost(self) -> str | None:
-        """Reason why the engine samples nothing until new weights arrive; None if it holds the right weights."""
-        return self._lost
 
     async def start(self) -> None:
         """Spawn the child process and wait until it has loaded the model. Idempotent.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
-from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.base import Generation, SamplingParams, check_truncation
 from rollout.engines.process import EngineProcess, check_model_folder
 
 logger = logging.getLogger(__name__)
@@ -124,10 +124,5 @@ class VLLMEngine(EngineProcess):
             InfrastructureError: as `EngineProcess.generate`.
         """
         sampling = sampling.checked()
-        truncates = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
-        if truncates and not self.info["truncation"]:
-            raise ValueError(
-                "this build of vLLM reports log-probs after top-k and top-p only, which would be wrong for training; "
-                "sample with top_k=-1 and top_p=1"
-            )
+        check_truncation(sampling, self.info["truncation"])
         return await super().generate(token_ids, sampling)

@@ -48,6 +48,7 @@ OWNED = re.compile(
     rf"{WEIGHTS}(\d+)-\w+(?:\.safetensors)?|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+|joblib_memmapping_folder_(\d+)_\w+"
     r"|__KMP_REGISTERED_LIB_(\d+)_\d+"
 )
+OF_VLLM = re.compile(r"psm_|sem\.(loky|mp)-")  # between the processes of a server
 WENT_ON, CONTINUED, MENDED, MISSED, ELSE = "went on", "continued", "refused, mended", "missed", "ELSE"
 VERDICTS = (WENT_ON, CONTINUED, MENDED, MISSED, ELSE)
 
@@ -138,7 +139,7 @@ class Job:
                 if place.process is not None and place.process.poll() is None:
                     place.kill()
                 place.end_servers()
-            left = left_behind(before, place.ports)
+            left = left_behind(before, place.ports, name == "chaos_ranks")
             if verdict != MISSED:  # such a run was killed by us, and no later one has cleaned up
                 why = why or left
                 verdict = ELSE if why else verdict
@@ -234,8 +235,9 @@ def surroundings() -> tuple[set[str], set[str], set[str]]:
     return {path.name for path in SHARED_MEMORY.iterdir()}, mounts, {path.name for path in TEMPORARY.iterdir()}
 
 
-def left_behind(before: tuple[set[str], set[str], set[str]], ports: list[int]) -> str:
-    """Say what there is now and was not before. Kills the processes."""
+def left_behind(before: tuple[set[str], set[str], set[str]], ports: list[int], has_servers: bool) -> str:
+    """Say what there is now and was not before. Kills the processes. ``has_servers``: vLLM servers were killed, which
+    leave segments of their own."""
     me, deadline = psutil.Process(), time.monotonic() + LEAVE_S
     while (left := _children(me)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -246,7 +248,8 @@ def left_behind(before: tuple[set[str], set[str], set[str]], ports: list[int]) -
             words.append(f"port {port}")
     remove_orphans(TEMPORARY)  # as the next start would
     segments, mounts, files = surroundings()
-    words += [f"segment {name}" for name in sorted(segments - before[0]) if not of_others(name)]
+    new = sorted(segments - before[0])
+    words += [f"segment {n}" for n in new if not of_others(n) and not (has_servers and OF_VLLM.match(n))]
     words += [f"mount {line}" for line in sorted(mounts - before[1]) if not line.startswith("chaos ")]
     words += [f"temporary file {name}" for name in sorted(files - before[2]) if not name.startswith("torchinductor_")]
     return f"left behind: {', '.join(words)}" if words else ""

@@ -8,7 +8,7 @@ import yaml
 
 from common.secret import SECRET_VARIABLE
 from experiments.registry.project import ROOT
-from rollout.engines.vllm_servers.door import OPEN_PATHS
+from rollout.engines.vllm_servers.secret_middleware import OPEN_PATHS
 
 DEPLOY = ROOT / "deploy"
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "VOLUME", "ENTRYPOINT", "CMD"}

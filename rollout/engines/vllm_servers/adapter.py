@@ -20,19 +20,21 @@ NAMES = "base_model.model."  # before every name in a file of peft's format
 
 
 class AdapterFolder:
-    """One LoRA adapter in peft's format, in memory that the servers of this host share."""
+    """One LoRA adapter in peft's format, in memory that the servers of this host share. ``rank`` is the adapter's."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
 
     @classmethod
     def write(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> AdapterFolder:
-        """Write an adapter whose product B A is added to the weights as it is.
+        """Write an adapter. Its product B A is added to the weights without a factor.
 
         Args:
             tensors: (Hugging Face name of the module + ".lora_A.weight" or ".lora_B.weight", tensor).
 
-        Raises ValueError without tensors, or for numbers that are not finite.
+        Raises:
+            ValueError: there are no tensors, their ranks differ, or a number is not finite.
+            OSError: there is no room.
         """
         from safetensors.torch import save_file
 
@@ -51,21 +53,29 @@ class AdapterFolder:
         place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         remove_leftovers(place)
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
-        save_file(named, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": modules}))
-        return cls(folder)
+        try:
+            save_file(named, folder / "adapter_model.safetensors")
+            (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": modules}))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, rank)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 async def load_adapter(server: ServerClient, name: str, folder: str, unload: Iterable[str] = ()) -> None:
-    """Load an adapter on a server, unless it has it. Raises ValueError, with the server's reason, if it is refused.
+    """Load an adapter on a server that has not loaded it yet.
 
     Args:
-        name: that requests will name.
-        folder: of the adapter, which the server reads.
-        unload: adapters that no request will name any more.
+        name: name of the adapter in requests.
+        folder: folder of the adapter.
+        unload: names of adapters that no request needs any more.
+
+    Raises:
+        ValueError: the server refused the adapter; the message has its reason.
+        InfrastructureError: the server did not answer, or vLLM could not load the adapter.
     """
     loaded = await adapters_of(server)
     if name not in loaded:

@@ -21,17 +21,34 @@ CHECK_S = 30.0  # a live server answers a check in this time, even between long 
 NOT_A_NUMBER = -9999.0  # vLLM's log-prob on the wire for nan and -inf
 START = "0-start"  # label of the weights in a server's folder, once a trainer has checked the server
 UNCHECKED = "default"  # vLLM's label after its start
-INCOMPLETE = "incomplete"  # label during a weight transfer
+KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s, after which it closes an idle connection
+POLL_S = 1.0  # between looks whether a server with requests is lost
 _EXCERPT = 500
 
 
-def new_label(version: int) -> str:
-    """Return a unique label for one push of the policy's weights: vLLM's ``weight_version``."""
-    return f"{version}-{uuid.uuid4().hex[:16]}"
+class Labels:
+    """Labels of one trainer's pushes: vLLM's ``weight_version``. They have the trainer's id, because a server may hold
+    weights of another one."""
+
+    def __init__(self) -> None:
+        self._trainer = uuid.uuid4().hex[:12]
+
+    @property
+    def incomplete(self) -> str:
+        """Label of a server during a weight update."""
+        return f"incomplete-{self._trainer}"
+
+    def new(self, version: int) -> str:
+        """Return a unique label for one push of the policy's weights."""
+        return f"{version}-{self._trainer}-{uuid.uuid4().hex[:12]}"
+
+    def has(self, label: str) -> bool:
+        """Return whether a label is of this trainer, or of no trainer."""
+        return label in (START, UNCHECKED) or label.partition("-")[2].startswith(self._trainer)
 
 
 def version_of(label: str) -> int:
-    """Return the policy version of a label made by `new_label`; 0 for weights that no trainer has pushed."""
+    """Return the policy version of a label made by `Labels.new`; 0 for weights that no trainer has pushed."""
     number = label.partition("-")[0]
     return int(number) if number.isdigit() else 0
 
@@ -59,6 +76,8 @@ class ServerClient:
         self.url, self._sessions = url.rstrip("/"), sessions
         self._timeout_s, self._silence_s = timeout_s, silence_s
         self._alive_at = 0.0  # time of the last sign of life that was asked for
+        self.request_seeds: bool | None = None  # whether requests have seeds (None: if they cost no speed)
+        self.updating = False  # a push is in progress, during which servers are paused
         self.in_flight = 0  # requests for tokens
         self.lost: str | None = None  # why it gets no requests (None: it serves)
         self.checked: str | None = None  # the instance (start of the server) whose model was checked
@@ -82,26 +101,34 @@ class ServerClient:
             self.in_flight -= 1
         try:
             return self._read(answer, sampling, adapter)
-        except PermanentFailure:
-            await self.call("taint")
-            raise
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InfrastructureError(
                 f"{self.url}: its answer cannot be read ({type(error).__name__}: {error}); is it vLLM 0.32?"
             ) from None
 
     async def _while_alive(self, request: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Await a request. While it is not answered, ask the engine for a sign of life now and then: a stopped engine
-        would keep its requests, and vLLM's front end goes on saying that it is healthy."""
+        """Await a request for tokens, until its server is lost. While it is not answered, ask the engine for a sign of
+        life now and then: a stopped engine would keep its requests, and vLLM's front end goes on saying that it is
+        healthy."""
         task = asyncio.ensure_future(request)
+        begun = time.monotonic()
         try:
-            while not (await asyncio.wait({task}, timeout=self._silence_s))[0]:
-                if time.monotonic() - self._alive_at >= self._silence_s:
+            while not (await asyncio.wait({task}, timeout=min(POLL_S, self._silence_s)))[0]:
+                if self.lost is not None:
+                    raise InfrastructureError(self.lost)
+                if self.updating:
                     self._alive_at = time.monotonic()
-                    await self.call("describe", timeout_s=CHECK_S)
+                elif time.monotonic() - max(begun, self._alive_at) >= self._silence_s:
+                    self._alive_at = time.monotonic()
+                    if await self.is_paused() and not self.updating:
+                        raise InfrastructureError(f"{self.url}: it is paused, and no push is in progress")
             return task.result()
         finally:
             task.cancel()
+
+    @property
+    def _has_seeds(self) -> bool:
+        return self.facts["seeds"] if self.request_seeds is None else self.request_seeds
 
     def _wire(self, sampling: SamplingParams) -> dict[str, Any]:
         """Return the sampling parameters as vLLM's."""
@@ -115,7 +142,7 @@ class ServerClient:
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # stop_token_ids has the caller's EOS ids
-            "seed": sampling.seed if self.facts.get("seeds", True) else None,
+            "seed": sampling.seed if self._has_seeds else None,
             # vLLM returns as many candidates as are asked for, the sampled token among them.
             "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
             "detokenize": bool(sampling.stop),
@@ -178,7 +205,8 @@ class ServerClient:
         return (await self._ask("POST", "/collective_rpc", body, timeout_s))["results"]
 
     async def post(self, path: str, body: dict[str, Any] | None = None, again: bool = False) -> dict[str, Any]:
-        """Send a JSON body and return the answer. ``again``: send once more if the server closed an idle connection."""
+        """Send a JSON body and return the answer. ``again``: send it once more if the connection breaks, which an idle
+        one does."""
         content = json.dumps(body or {}).encode()
         try:
             return await self._ask("POST", path, content)
@@ -199,8 +227,8 @@ class ServerClient:
                     text = await response.text()
         except TimeoutError:
             raise InfrastructureError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
-        except aiohttp.ServerDisconnectedError as error:
-            raise _Disconnected(f"{self.url}{path}: {error}") from None
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            raise _Disconnected(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise InfrastructureError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         return self._checked(path, response.status, text)
@@ -221,7 +249,7 @@ class ServerClient:
 
 
 class _Disconnected(InfrastructureError):
-    """The server closed the connection before it answered, as vLLM does with an idle one after an error."""
+    """The connection broke before an answer, as vLLM's does after an error or an idle time."""
 
 
 def _likeliest(entries: Sequence[dict[str, Any]], k: int) -> dict[int, float]:

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+import aiohttp
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 from common.sessions import LoopSession
-from rollout.engines.base import Generation, SamplingParams, check_request
+from rollout.engines.base import Generation, SamplingParams, check_request, check_truncation
 from rollout.engines.process import check_model_folder
 from rollout.engines.vllm_servers.adapter import AdapterFolder, load_adapter
-from rollout.engines.vllm_servers.client import OtherWeights, ServerClient, new_label
+from rollout.engines.vllm_servers.client import KEEP_ALIVE_S, Labels, OtherWeights, ServerClient
 from rollout.engines.vllm_servers.flags import FILES, NCCL
 from rollout.engines.vllm_servers.nccl import NCCLSender
 from rollout.engines.vllm_servers.pool import HeldWeights, ServerPool
-from rollout.engines.vllm_servers.transfer import load_files, require_files
-from rollout.engines.weights.files import SHARED_MEMORY, WeightFiles, in_type, names_and_shapes, new_file
+from rollout.engines.vllm_servers.transfer import clean, load_files, require_files
+from rollout.engines.weights.files import (
+    SHARED_MEMORY,
+    WeightFiles,
+    digest_of_folder,
+    in_type,
+    names_and_shapes,
+    new_file,
+)
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 if TYPE_CHECKING:
     from rollout.engines.weights.push import Submit, Tensors
-
-logger = logging.getLogger(__name__)
 
 
 DEATHS = 3  # servers that may be lost with one request in flight, before the request fails
@@ -38,8 +46,8 @@ class VLLMServers:
 
     A request goes to the server that sampled the beginning of its ids, or to the one with the fewest requests in
     flight. A server is *lost* if it cannot be reached, its engine has died, or it holds other weights than the last
-    push. Its requests go to other servers. It is checked repeatedly, and loads the weights from the sender's files. The
-    same seeds give the same tokens on every server, so a failover does not change trajectories.
+    push. Its requests go to other servers. It is checked repeatedly, and loads the weights from the sender's files. On
+    CPU in float32 the same seeds give the same tokens on every server, so a failover does not change trajectories.
 
     Every answer names the weights that sampled each token. An answer from other weights than those of this run's
     complete pushes is dropped, and its request is sent again.
@@ -60,6 +68,7 @@ class VLLMServers:
         retry_s: NonNegativeFloat = 300.0,
         timeout_s: PositiveFloat = 1800.0,
         silence_s: PositiveFloat = 60.0,
+        request_seeds: bool | None = None,
         bucket_mb: PositiveInt = 256,
     ) -> None:
         """
@@ -76,6 +85,7 @@ class VLLMServers:
             timeout_s: seconds for one request, and for loading weights.
             silence_s: a server that leaves a request unanswered for so long is asked for a sign of life; without one it
                 is lost.
+            request_seeds: see ``VLLMEngine``.
             bucket_mb: MiB of weights per broadcast; a larger tensor goes alone. NCCL only.
         """
         addresses = [*urls, router] if router is not None else urls
@@ -86,13 +96,20 @@ class VLLMServers:
             raise ValueError(f'urls: expected different addresses such as "http://host:8100"; found {addresses}')
         self.max_length = max_length
         self._model, self._retry_s = model, retry_s
-        self._sessions = LoopSession("VLLMServers")
+        self._sessions = LoopSession(
+            "VLLMServers", connector=lambda: aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        )
+        self._labels = Labels()
         self._servers = [ServerClient(url, self._sessions, timeout_s, silence_s) for url in urls]
         # Only the servers behind a router can give signs of life.
         self._router = ServerClient(router, self._sessions, timeout_s, timeout_s) if router is not None else None
+        for client in (*self._servers, self._router):
+            if client is not None:
+                client.request_seeds = request_seeds
         self._shapes: tuple[dict[str, tuple[int, ...]], set[str]] | None = None
-        self._files: WeightFiles | AdapterFolder = WeightFiles([])  # of the last push: kept for servers that restart
-        self._adapters: list[str] = []  # labels of the pushed ones
+        self._files = WeightFiles([])  # of the last push: kept for servers that restart
+        self._adapters: dict[str, AdapterFolder] = {}  # by label: those that requests in flight may name
+        self._named: Counter[str | None] = Counter()  # requests in flight, by the adapter that they name
         self.adapters = adapters  # whether a push needs adapters instead of weights
         self._pool: ServerPool | None = None
         self.nccl = NCCLSender(bucket_mb << 20) if transport == "nccl" else None
@@ -123,7 +140,9 @@ class VLLMServers:
         check_model_folder(self._model)
         self._shapes = self._shapes or await asyncio.to_thread(names_and_shapes, self._model)
         backend = FILES if self.nccl is None else NCCL
-        pool = ServerPool(self._servers, self._model, self.max_length, *self._shapes, backend, self.adapters)
+        pool = ServerPool(
+            self._servers, self._model, self.max_length, *self._shapes, backend, self.adapters, self._labels
+        )
         try:
             for server in self._servers:
                 server.lost = None
@@ -135,7 +154,10 @@ class VLLMServers:
                     f"{', '.join(map(str, blind))} cannot read this host's {SHARED_MEMORY} (another machine or "
                     "container), so weights cannot reach it; take transport: nccl, or start it on this host"
                 )
+            if self.adapters:
+                await _require_base(self._servers, self._model)
         except BaseException:
+            await pool.close()
             await self._sessions.close()
             raise
         if self._router is not None:
@@ -154,6 +176,7 @@ class VLLMServers:
         """
         pool = self.pool
         ids, sampling = check_request(token_ids, sampling, self.max_length, pool.vocab_size)
+        check_truncation(sampling, all(server.facts["truncation"] for server in self._servers if server.facts))
         until: float | None = None
         deaths = 0
         while True:
@@ -163,10 +186,14 @@ class VLLMServers:
                 await pool.wait(until)
                 continue
             held = pool.held
+            if self._router is None:
+                until = None
             try:
-                answer = await (self._router or server).generate(ids, sampling, held.name)
+                with self._naming(held.name):
+                    answer = await (self._router or server).generate(ids, sampling, held.name)
                 await pool.accept(answer, held)
             except PermanentFailure:
+                await _taint(self._servers if self._router is not None else [server])
                 raise
             except InfrastructureError as error:
                 deaths += not isinstance(error, OtherWeights)
@@ -198,12 +225,13 @@ class VLLMServers:
             ValueError: a server refused. Generations come only from weights of complete pushes.
             InfrastructureError: no server took them.
         """
-        held = HeldWeights(new_label(version), tuple(files.paths))
+        held = HeldWeights(self._labels.new(version), tuple(files.paths))
         try:
             servers = await self.pool.reachable()
-            servers = await _each(servers, [require_files(s, files.paths, checksum) for s in servers])
-            load = [load_files(s, files.paths, held.label, between_steps) for s in servers]
-            took = await _each(servers, load)
+            servers = await self._each(servers, [require_files(s, files.paths, checksum) for s in servers])
+            incomplete = self._labels.incomplete
+            load = [load_files(s, files.paths, held.label, incomplete, between_steps) for s in servers]
+            took = await self._each(servers, load)
         except BaseException:
             files.remove()
             raise
@@ -211,16 +239,24 @@ class VLLMServers:
         await self.adopt(held, took)
 
     async def _load_adapter(self, adapter: AdapterFolder, version: int) -> None:
-        held = HeldWeights(new_label(version), adapter=str(adapter.path))
+        held = HeldWeights(self._labels.new(version), adapter=str(adapter.path))
+        old = list(self._adapters)[:-1]  # `begin_push` has waited for their requests
         try:
             servers = await self.pool.reachable()
-            old = self._adapters[:-1]  # requests in flight may name the last one
-            took = await _each(servers, [load_adapter(s, held.label, str(adapter.path), old) for s in servers])
+            for server in servers:
+                if server.facts["lora_rank"] < adapter.rank:
+                    raise ValueError(
+                        f"{server} takes adapters of rank {server.facts['lora_rank']}, the policy's have "
+                        f"{adapter.rank}; start it with a larger --lora-rank"
+                    )
+            took = await self._each(servers, [load_adapter(s, held.label, str(adapter.path), old) for s in servers])
+            await self._each(took, [clean(s) for s in took])
         except BaseException:
             adapter.remove()
             raise
-        self._files = adapter
-        self._adapters = [*self._adapters[-1:], held.label]
+        for label in old:
+            self._adapters.pop(label).remove()
+        self._adapters[held.label] = adapter
         await self.adopt(held, took)
 
     async def probe(self, token_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Generation]:
@@ -239,6 +275,9 @@ class VLLMServers:
         if pool is not None:
             await pool.close()
         self._forget_files()
+        for adapter in self._adapters.values():
+            adapter.remove()
+        self._adapters.clear()
         if self.nccl is not None:
             self.nccl.close()
         await self._sessions.close()
@@ -247,8 +286,11 @@ class VLLMServers:
     async def begin_push(self) -> None:
         """Begin a weight push, during which the first rank sends weights.
 
-        `generate` returns tokens of the new weights only after the push, and samples them again if the push fails."""
-        self.pool.begin_push()
+        `generate` returns tokens of the new weights only after the push, and samples them again if the push fails. With
+        adapters, wait for this rank's requests that name an older one than the last, whose files vLLM may need."""
+        await self.pool.begin_push()
+        while any(name not in (None, self.held.name) for name in +self._named):
+            await asyncio.sleep(0.01)
         self._forget_files()  # first, because two copies of the model may not fit
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
@@ -260,14 +302,17 @@ class VLLMServers:
         tensors = in_type(tensors, dtypes.pop() if len(dtypes) == 1 else None)
         if self.nccl is not None:
             servers = submit(self.pool.reachable()).result()
-            label = self.nccl.send(servers, submit, tensors, version, checksum, between_steps)
+            label, incomplete = self._labels.new(version), self._labels.incomplete
+            self.nccl.send(servers, submit, tensors, label, incomplete, checksum, between_steps)
             submit(self.adopt(HeldWeights(label), took=servers)).result()
         else:
             files = WeightFiles.write(tensors, checksum)
             submit(self.load_files(files, version, between_steps, checksum)).result()
 
     async def adopt(self, held: HeldWeights, took: Sequence[ServerClient] | None = None) -> None:
-        """Send requests only to servers that hold the weights ``held``: the servers ``took`` (None: all)."""
+        """Send requests only to servers that hold the weights ``held``: the servers ``took``, or all if another rank
+        has pushed (None)."""
+        self.pool.sends = took is not None
         if took is not None:
             for server in self._servers:
                 if server in took:
@@ -279,31 +324,55 @@ class VLLMServers:
     async def end_push(self) -> None:
         self.pool.end_push()
 
+    @contextlib.contextmanager
+    def _naming(self, adapter: str | None) -> Iterator[None]:
+        """Context manager for a request that names an adapter."""
+        self._named[adapter] += 1
+        try:
+            yield
+        finally:
+            self._named[adapter] -= 1
+
+    async def _each(
+        self, servers: Sequence[ServerClient], work: Sequence[Coroutine[Any, Any, None]]
+    ) -> list[ServerClient]:
+        """Run ``work[i]`` for ``servers[i]``, all at once. Returns the servers that did it; the others are lost.
+
+        Raises ValueError with the first refusal, InfrastructureError if no server is left.
+        """
+        outcomes = await asyncio.gather(*work, return_exceptions=True)
+        left: list[ServerClient] = []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, InfrastructureError):
+                self.pool.lose(server, str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                left.append(server)
+        if not left:
+            reasons = "; ".join(f"{server}: {server.lost}" for server in servers)
+            raise InfrastructureError(f"no vLLM server took the weights: {reasons}")
+        return left
+
     def _forget_files(self) -> None:
         self._files.remove()
         self._files = WeightFiles([])
 
 
-async def _each(servers: Sequence[ServerClient], work: Sequence[Coroutine[Any, Any, None]]) -> list[ServerClient]:
-    """Run ``work[i]`` for ``servers[i]``, all at once. Returns the servers that did it; those that did not answer are
-    marked lost.
+async def _taint(servers: Sequence[ServerClient]) -> None:
+    """Tell servers that their caches may contain numbers that are not finite."""
+    await asyncio.gather(*(server.call("taint") for server in servers), return_exceptions=True)
 
-    Raises ValueError with the first refusal, InfrastructureError if no server is left.
-    """
-    outcomes = await asyncio.gather(*work, return_exceptions=True)
-    left: list[ServerClient] = []
-    for server, outcome in zip(servers, outcomes, strict=True):
-        if isinstance(outcome, InfrastructureError):
-            server.lost = str(outcome)
-            logger.warning("vLLM server %s is lost during a push (%s)", server, outcome)
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            left.append(server)
-    if not left:
-        reasons = "; ".join(f"{server}: {server.lost}" for server in servers)
-        raise InfrastructureError(f"no vLLM server took the weights: {reasons}")
-    return left
+
+async def _require_base(servers: Sequence[ServerClient], model: str) -> None:
+    """Raise ValueError if a server serves other weights than the policy's base, to which adapters would not fit."""
+    ours = await asyncio.to_thread(digest_of_folder, model)
+    for server in servers:
+        if (theirs := (await server.call("digest_of_folder"))[0]) != ours:
+            raise ValueError(
+                f"{server} serves other weights ({server.facts['model']}, {theirs}) than the policy's base ({model}, "
+                f"{ours}); adapters: true needs the same ones"
+            )
 
 
 async def _blind_servers(servers: Sequence[ServerClient]) -> list[ServerClient]:

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.ranges import MAX_TOP_LOGPROBS
+from common.secret import is_local
 
 FILES = "compact_agents_files"  # weight transfer backend of `worker.FileTransfer`
 NCCL = "nccl"  # vLLM's own
 MAX_LOGPROBS = MAX_TOP_LOGPROBS + 1  # the sampled token is one of vLLM's, so k others need k + 1
 CPU_BLOCK, CPU_STEP_TOKENS, CPU_KV_CACHE_BYTES = 32, 4096, 256 << 20  # see `vllm_backend`
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
+REQUIRED_VARIABLE = "COMPACT_AGENTS_SECRET_REQUIRED"  # see `secret_middleware`
 PACKAGE = __name__.rpartition(".")[0]
 
 
@@ -29,7 +32,12 @@ def serve_command(
         transport: of weights, "files" or "nccl".
         lora_rank: largest rank of adapters that trainers push; 0: they push whole weights.
         flags: further flags of ``vllm serve``, which replace the ones here.
+
+    Raises:
+        ValueError: ``flags`` have the host or the port.
     """
+    if any(flag.partition("=")[0] in ("--host", "--port", "--middleware") for flag in flags):
+        raise ValueError(f"--flags has {' '.join(flags)}; give --host and --port to make engine, and no --middleware")
     max_length, dtype = options.get("max_length", 1024), options.get("dtype", "float32")
     words = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options["model"])),
@@ -40,9 +48,11 @@ def serve_command(
         *("--generation-config", "vllm", "--enable-prompt-tokens-details", "--enable-scale-out"),
         *("--weight-transfer-config", json.dumps({"backend": NCCL if transport == "nccl" else FILES})),
         *("--worker-extension-cls", f"{PACKAGE}.worker.ServedWorker"),
-        *("--middleware", f"{PACKAGE}.door.Door", "--disable-uvicorn-access-log"),
+        *("--middleware", f"{PACKAGE}.secret_middleware.SecretMiddleware", "--disable-uvicorn-access-log"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not is_local(host):
+        environment[REQUIRED_VARIABLE] = "1"
     environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     cache_bytes = options.get("kv_cache_bytes")
     if on_cpu:
@@ -50,7 +60,8 @@ def serve_command(
         words += ["--max-num-batched-tokens", str(max(max_length, CPU_STEP_TOKENS))]
         environment |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1"}
         environment["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as in stages
-        environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": str(options.get("threads", 1))}
+        threads = str(options.get("threads", 1))  # more would change the last bits of float32
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         cache_bytes = cache_bytes or CPU_KV_CACHE_BYTES
     else:
         words += ["--gpu-memory-utilization", str(options.get("gpu_memory_utilization", 0.5))]
@@ -61,6 +72,6 @@ def serve_command(
     if not options.get("prefix_reuse", True):
         words += ["--no-enable-prefix-caching"]
     if lora_rank:
-        words += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "2"]
+        words += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "3", "--max-cpu-loras", "3"]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return [*words, *flags], environment

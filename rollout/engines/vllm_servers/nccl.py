@@ -9,14 +9,17 @@ before the first tensor is gathered. Here each ``/update_weights`` announces a b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rollout.engines.vllm_servers.client import ServerClient, new_label
+from common.secret import is_local
+from rollout.engines.vllm_servers.client import ServerClient
 from rollout.engines.vllm_servers.transfer import updating
 
 if TYPE_CHECKING:
@@ -30,8 +33,8 @@ Members = tuple[tuple[str, str], ...]  # address and instance of each server
 class NCCLSender:
     """Sends weights to vLLM servers by NCCL, in buckets, and keeps copies of one bucket on the sender's GPU.
 
-    If a server dies between announcement and broadcast, the sender waits in NCCL, as in any collective, until the
-    process group's watchdog ends the run. If the servers change, the sender creates a new group.
+    If a server refuses an announced bucket, or dies before its broadcast, the push fails. The next push creates a new
+    process group, as it does if the servers change.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -44,11 +47,12 @@ class NCCLSender:
         servers: list[ServerClient],
         submit: Submit,
         tensors: Tensors,
-        version: int,
+        label: str,
+        incomplete: str,
         checksum: bool,
         between_steps: bool,
-    ) -> str:
-        """Send all weights to the servers, and return their label.
+    ) -> None:
+        """Send all weights to the servers. ``label``, ``incomplete`` and ``between_steps``: see `transfer.updating`.
 
         Called in the trainer's thread, which gathers and broadcasts; ``submit`` runs requests in the event loop.
 
@@ -66,23 +70,20 @@ class NCCLSender:
         if first is None:
             raise ValueError("there are no weights to send")
         submit(self._join(servers, first[0][1].device)).result()
-        updates = _Updates(servers, new_label(version), between_steps)
-        submit(updates.begin()).result()
+        updates = _Updates([updating(server, label, incomplete, between_steps) for server in servers])
         try:
+            submit(updates.begin()).result()
             for bucket in itertools.chain([first], buckets):
                 update = {
                     "names": [name for name, _ in bucket],
                     "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                     "shapes": [list(tensor.shape) for _, tensor in bucket],
                 }
-                announced = submit(_all(servers, "/update_weights", {"update_info": update}))
-                self._broadcast(bucket)
-                announced.result()
+                self._deliver(submit(_all(servers, "/update_weights", {"update_info": update})), bucket)
         except BaseException as error:
             submit(updates.end(error)).result()
             raise
         submit(updates.end()).result()
-        return updates.label
 
     def close(self) -> None:
         if self._group is not None:
@@ -101,7 +102,7 @@ class NCCLSender:
             await _all([server for server in servers if server.url in stale], "/shutdown_weight_transfer_engine")
             self.close()
         workers = [server.facts["workers"] for server in servers]
-        address, port = _own_address(servers[0].url), _free_port()
+        address, port = _own_address([server.url for server in servers]), _free_port()
         common = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers), "packed": False}
         inits = [
             server.post("/init_weight_transfer_engine", {"init_info": {**common, "rank_offset": 1 + sum(workers[:i])}})
@@ -111,6 +112,26 @@ class NCCLSender:
         self._group = await asyncio.to_thread(_join_as_sender, address, port, 1 + sum(workers), device)
         await joined
         self._members = members
+
+    def _deliver(self, announced: Future[Any], bucket: list[tuple[str, torch.Tensor]]) -> None:
+        """Broadcast a bucket to servers that have been told of it. A broadcast that a server does not join never ends,
+        so it runs in a thread, which is left behind if a server answers with an error."""
+        sent: Future[None] = Future()
+
+        def broadcast() -> None:
+            try:
+                self._broadcast(bucket)
+                sent.set_result(None)
+            except BaseException as error:
+                sent.set_exception(error)
+
+        threading.Thread(target=broadcast, daemon=True, name="nccl-broadcast").start()
+        try:
+            for done in as_completed([announced, sent]):
+                done.result()
+        except BaseException:
+            self._group, self._members = None, ()  # cannot be used again
+            raise
 
     def _broadcast(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         import torch
@@ -130,21 +151,20 @@ def _join_as_sender(address: str, port: int, world_size: int, device: torch.devi
 
 
 class _Updates:
-    """The open weight updates of several servers, see `transfer.updating`."""
+    """Weight updates of several servers at once (`transfer.updating`)."""
 
-    def __init__(self, servers: Sequence[ServerClient], label: str, between_steps: bool) -> None:
-        self.label = label
-        self._open = [updating(server, label, between_steps) for server in servers]
+    def __init__(self, updates: Sequence[contextlib.AbstractAsyncContextManager[None]]) -> None:
+        self._updates = updates
+        self._open: list[contextlib.AbstractAsyncContextManager[None]] = []  # those that have begun
 
     async def begin(self) -> None:
-        """Begin the updates. If one cannot begin, the others are broken off."""
-        outcomes = await asyncio.gather(*(update.__aenter__() for update in self._open), return_exceptions=True)
-        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        if error is not None:
-            begun = zip(self._open, outcomes, strict=True)
-            self._open = [update for update, outcome in begun if not isinstance(outcome, BaseException)]
-            await self.end(error)
-            raise error
+        """Begin the updates. If one cannot begin, `end` breaks off the others."""
+        outcomes = await asyncio.gather(*(update.__aenter__() for update in self._updates), return_exceptions=True)
+        begun = zip(self._updates, outcomes, strict=True)
+        self._open = [update for update, outcome in begun if not isinstance(outcome, BaseException)]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def end(self, error: BaseException | None = None) -> None:
         """Finish the updates, or with ``error`` break them off."""
@@ -176,12 +196,15 @@ def _device_buckets(tensors: Tensors, size: int) -> Iterator[list[tuple[str, tor
         yield bucket
 
 
-def _own_address(url: str) -> str:
-    """Return this host's address on the route to a server, without sending anything."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))
-        return probe.getsockname()[0]
+def _own_address(urls: Sequence[str]) -> str:
+    """Return this host's address on the route to the servers, without sending anything. It is a loopback address only
+    if all servers are on this host."""
+    found = []
+    for parts in map(urlsplit, urls):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))
+            found.append(probe.getsockname()[0])
+    return next((address for address in found if not is_local(address)), found[0])
 
 
 def _free_port() -> int:

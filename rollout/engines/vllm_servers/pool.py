@@ -10,20 +10,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
-from rollout.engines.vllm_servers.adapter import load_adapter
+from rollout.engines.vllm_servers.adapter import adapters_of, load_adapter
 from rollout.engines.vllm_servers.client import (
     CHECK_S,
     START,
     UNCHECKED,
     Answer,
+    Labels,
     OtherWeights,
     ServerClient,
     version_of,
 )
 from rollout.engines.vllm_servers.flags import MAX_LOGPROBS
-from rollout.engines.vllm_servers.transfer import load_files
+from rollout.engines.vllm_servers.transfer import load_files, require_files
 from rollout.trajectory import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 10.0  # longest pause between two checks of a lost server
 WARN_EVERY_S = 60.0
 ROUTER_PAUSE_S = 0.5
+WATCH_S = 5.0  # between looks whether servers hold the right weights
 EXPECTED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_logprobs": MAX_LOGPROBS}
 Shapes = dict[str, tuple[int, ...]]
 _MASK = (1 << 64) - 1
@@ -71,6 +73,7 @@ class ServerPool:
         tied: set[str],
         backend: str,
         adapters: bool,
+        labels: Labels,
     ) -> None:
         """
         Args:
@@ -78,13 +81,16 @@ class ServerPool:
             tied: names that a server may lack.
             backend: weight transfer backend that the servers must have.
             adapters: whether the servers must take LoRA adapters.
+            labels: of this trainer's pushes.
         """
         self.servers, self.held = list(servers), HeldWeights(START)
         self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
-        self._backend, self._adapters = backend, adapters
+        self._backend, self._adapters, self._labels = backend, adapters, labels
+        self.sends = True  # False: another rank pushes, and loads weights into servers that are back
         self._affinity = PrefixAffinity()
         self._searches: dict[ServerClient, asyncio.Task[None]] = {}
-        self._foreign = ""  # message if a server holds the weights of another run
+        self._foreign: dict[ServerClient, str] = {}  # servers with weights of another run -> message
+        self._watch = asyncio.ensure_future(self._keep_watch())
         self._told = float("-inf")
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()  # no push is in progress
@@ -92,12 +98,20 @@ class ServerPool:
         self._order = {START: 0}  # labels of complete pushes, and of the folder, in their order
 
     # ------------------------------------------------------------------ pushes
-    def begin_push(self) -> None:
-        """Begin a weight push, which lasts until `end_push`. An answer from new weights waits for the end."""
+    async def begin_push(self) -> None:
+        """Begin a weight push, which lasts until `end_push`. An answer from new weights waits for the end. Recoveries
+        of lost servers are broken off, so that only the push changes weights."""
         self._settled.clear()
+        for server in self.servers:
+            server.updating = True
+        await self._end_searches()
         self.held = replace(self.held, paths=())  # the sender removes its old files before it writes new ones
 
     def end_push(self) -> None:
+        for server in self.servers:
+            server.updating = False
+            if server.lost is not None:
+                self.lose(server, server.lost)
         self._settled.set()
         self._wake()
 
@@ -116,16 +130,18 @@ class ServerPool:
         self.held = held
         self._order.setdefault(held.label, len(self._order))
         self._affinity.clear()
-        for server, task in self._searches.items():  # they wait for the old weights
-            task.cancel()
-            if server.lost is not None:
-                self._searches[server] = asyncio.ensure_future(self._search(server))
 
     async def close(self) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._end_searches()
+
+    async def _end_searches(self) -> None:
         tasks = list(self._searches.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._searches.clear()
 
     # ------------------------------------------------------------------ which server
     @property
@@ -143,8 +159,8 @@ class ServerPool:
             self._affinity.remember(ids, server)
 
     def choose(self, ids: Sequence[int]) -> ServerClient | None:
-        """Return the server that sampled the beginning of the token ``ids``, or the least busy one (None: no
-        server serves)."""
+        """Return the server that sampled the beginning of the token ``ids``, or the least busy one (None: no server
+        serves)."""
         serving = self.serving
         owner = self._affinity.find(ids) if len(serving) > 1 else None
         return owner if owner in serving else min(serving, key=lambda s: s.in_flight, default=None)
@@ -152,8 +168,8 @@ class ServerPool:
     async def wait(self, until: float) -> None:
         """Wait until the state of a server changes. Raises InfrastructureError at the time ``until``,
         ValueError if no server will serve."""
-        if self._foreign and (self.held.label == START or self.held.adapter is not None):
-            raise ValueError(self._foreign)
+        if self._foreign.keys() == set(self.servers) and (self.held.label == START or self.held.adapter is not None):
+            raise ValueError(next(iter(self._foreign.values())))
         left = until - time.monotonic()
         if left <= 0:
             raise InfrastructureError(self.no_server_message())
@@ -183,11 +199,28 @@ class ServerPool:
         for server in self.serving:
             try:
                 await self.check(server)
-                if (label := await server.held()) != self.held.label and self._settled.is_set():
-                    self.lose(server, f"it holds weights {label}; expected {self.held.label}")
+                await self._require_held(server)
             except (InfrastructureError, ValueError) as error:
                 self.lose(server, str(error))
         await asyncio.sleep(ROUTER_PAUSE_S)
+
+    async def _keep_watch(self) -> None:
+        """Find servers that have restarted while this rank sends them no requests. Other ranks wait for the rank that
+        pushes to load the weights."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for server in self.serving if self.sends else ():
+                try:
+                    await self._require_held(server)
+                except (InfrastructureError, ValueError) as error:
+                    self.lose(server, str(error))
+
+    async def _require_held(self, server: ServerClient) -> None:
+        """Raise OtherWeights if a server does not hold this run's weights, unless a push is in progress."""
+        held = self.held
+        label, expected = await server.held(), START if held.adapter is not None else held.label
+        if label != expected and self._settled.is_set() and held is self.held:
+            raise OtherWeights(f"it holds weights {label}; expected {expected}")
 
     async def _search(self, server: ServerClient) -> None:
         pause = 0.1
@@ -200,6 +233,7 @@ class ServerPool:
                 self._wake()
             else:
                 server.lost = None
+                self._foreign.pop(server, None)
                 logger.warning("vLLM server %s is back, with version %d", server, self.held.version)
                 self._wake()
                 return
@@ -211,24 +245,36 @@ class ServerPool:
         await self.check(server)
         label, held = await server.held(), self.held
         if held.adapter is not None and label == START:
-            return await load_adapter(server, held.label, held.adapter)
+            if held.label not in await adapters_of(server):
+                self._require_sender(held, label)
+                await load_adapter(server, held.label, held.adapter)
+            return
         if label == held.label:
-            if await server.is_paused():  # the sender of its weights disappeared at the very end
-                await server.post("/resume")
+            if await server.is_paused():  # a push or a recovery broke off at its very end
+                self._require_sender(held, label)
+                await server.post("/resume", again=True)
             return
         if held.label == START or held.adapter is not None:
-            cure = "restart the server, or push (callbacks.training.weight_sync.WeightSync)"
-            pushes = f"none; {cure}" if held.adapter is None else "adapters of its folder's; restart the server"
-            self._foreign = f"{server} holds the weights of another run ({label}), and this run has pushed {pushes}"
-            raise ValueError(self._foreign)
-        if version_of(label) > held.version:
-            raise InfrastructureError(f"it holds weights {label}, of a push that is unknown here, or of another run")
+            pushes = "none; restart the server, or push (callbacks.training.weight_sync.WeightSync)"
+            self._be_foreign(server, label, pushes if held.adapter is None else "adapters; restart the server")
+        self._require_sender(held, label)
+        if not self._labels.has(label):
+            self._be_foreign(server, label, f"{held.label}; take another server for each run")
         if not held.paths:
             raise InfrastructureError(
                 f"it holds weights {label}; the files of {held.label} are removed; it gets the next push"
             )
+        await require_files(server, held.paths, verify=False)
         # Its requests in flight are older than the push that it missed.
-        await load_files(server, held.paths, held.label, between_steps=True)
+        await load_files(server, held.paths, held.label, self._labels.incomplete, between_steps=True)
+
+    def _be_foreign(self, server: ServerClient, label: str, pushed: str) -> NoReturn:
+        self._foreign[server] = f"{server} holds the weights of another run ({label}), and this run has pushed {pushed}"
+        raise ValueError(self._foreign[server])
+
+    def _require_sender(self, held: HeldWeights, label: str) -> None:
+        if not self.sends:
+            raise InfrastructureError(f"it holds weights {label}; the first rank loads {held.label}")
 
     # ------------------------------------------------------------------ what they serve
     async def reachable(self) -> list[ServerClient]:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollout.engines.vllm_backend import WorkerExtension, avoid_amx, repack_tied_head
 from rollout.engines.vllm_servers.flags import FILES
-from rollout.engines.weights.files import PREFIX, WeightFiles, names_and_shapes
+from rollout.engines.weights.files import PREFIX, WeightFiles, digest_of_folder, names_and_shapes
 
 SEEN_BYTES = 4096  # largest test file of a trainer
 
@@ -54,11 +54,13 @@ class FileTransfer(WeightTransferEngine[Init, Update]):
         pass
 
     def receive_weights(self, update_info: Update) -> None:
-        """Replace all weights of the model by those in the files, which `ServedWorker.refusal_of_files` has checked."""
+        """Replace all weights of the model by those in the files. Raises ValueError, and changes nothing, if a file
+        cannot be read, or a name or a shape does not fit."""
         model: Any = self.model
-        tied = _tied(self.model_config.model)
+        files, (weights, tied) = WeightFiles(update_info.paths), names_and_shapes(self.model_config.model)
+        files.validate(weights, optional=tied)
         initialize_layerwise_reload(model)
-        model.load_weights(WeightFiles(update_info.paths).tensors(skip=tied))
+        model.load_weights(files.tensors(skip=tied))
         finalize_layerwise_reload(model, self.model_config)
         repack_tied_head(model, bool(tied))
 
@@ -79,8 +81,8 @@ class ServedWorker(WorkerExtension):
     def describe(self) -> dict[str, Any]:
         """Return facts of the server, and let it report log-probs before top-k and top-p from now on.
 
-        ``instance`` is new after each start. ``seeds``: requests may have seeds of their own without loss of speed.
-        ``truncation``: log-probs are those before top-k and top-p. The others are named as vLLM's options."""
+        ``instance`` is new after each start. ``seeds``: seeds of requests cost no speed. ``truncation``: log-probs are
+        those before top-k and top-p. The other facts are options of vLLM."""
         if not hasattr(self, "_served_id"):
             self._served_id = uuid.uuid4().hex
         config = self.vllm_config
@@ -113,6 +115,10 @@ class ServedWorker(WorkerExtension):
             return None
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
+    def digest_of_folder(self) -> str | None:
+        """Return a digest of the weights in the model's folder, see ``weights.files.digest_of_folder``."""
+        return digest_of_folder(self.vllm_config.model_config.model)
+
     def refusal_of_files(self, paths: list[str], verify: bool) -> str | None:
         """Return why weight files cannot be loaded, or None. The model is unchanged."""
         for path in paths:
@@ -131,6 +137,9 @@ class ServedWorker(WorkerExtension):
         """Note that the key/value cache may contain numbers that are not finite. The next weight update clears it."""
         self._tainted = True
 
+    def is_tainted(self) -> dict[str, bool]:
+        return {"tainted": self._tainted}
+
     def clear_tainted_cache(self) -> None:
         """Clear a tainted key/value cache. No request may need its entries."""
         if self._tainted:
@@ -141,10 +150,6 @@ class ServedWorker(WorkerExtension):
         """End a weight transfer whose sender has disappeared. vLLM refuses to start another one before."""
         if self._weight_update_active:
             self.abandon_weight_update()
-
-
-def _tied(model: str) -> set[str]:
-    return names_and_shapes(model)[1]
 
 
 def _is_ours(path: str) -> bool:

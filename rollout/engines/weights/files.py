@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -263,6 +264,23 @@ def names_and_shapes(model: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     tied: set[str] = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
     return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}, tied
+
+
+def digest_of_folder(model: str) -> str | None:
+    """Return a digest of the weights in a model's safetensors files, equal for any number of files. Returns None for a
+    model in another format.
+
+    Args:
+        model: folder, or name of a model in the local cache of the hub.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, local_files_only=True))
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _open(str(path)) as file:
+            found |= {name: tensor_checksum(file.get_tensor(name)) for name in file.keys()}
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest() if found else None
 
 
 def shared_memory_id() -> tuple[object, ...]:

@@ -4,8 +4,10 @@ to on demand. The tests against the real one are in test_vllm_servers.py."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import torch
 from aiohttp import web
@@ -29,13 +31,17 @@ def continuation(weights: dict[str, torch.Tensor], ids: list[int], count: int) -
 
 
 class StandIn:
-    """Options that a test sets: ``refuses`` files, ``hangs``, ``status`` of answers to requests for tokens, ``gate``
-    that these wait for. ``calls`` are the paths that were posted."""
+    """Options that a test sets: ``refuses`` files, ``breaks`` in an update, ``hangs``, ``status`` of answers to
+    requests for tokens, ``gate`` of these requests, ``slow`` of updates. ``calls`` has the paths that were asked for.
+
+    Weight updates have vLLM's states: one that has not finished must be ended before the next one, and a model of which
+    a part is missing cannot sample."""
 
     def __init__(self) -> None:
         self.weights, self.label, self.paused = table(0), "default", False
-        self.refuses, self.hangs, self.status, self.nan = "", False, 200, False
-        self.gate, self.calls, self.instance, self.url = asyncio.Event(), [], uuid.uuid4().hex, ""
+        self.refuses, self.breaks, self.hangs, self.status, self.nan = "", False, False, 200, False
+        self.gate, self.slow, self.calls, self.url = asyncio.Event(), asyncio.Event(), [], ""
+        self.active, self.whole, self.tainted, self.instance = False, True, False, uuid.uuid4().hex
         self.adapters: dict[str, str] = {}
         self.facts = {
             "model": "stand-in", "max_length": 64, "vocab_size": WORDS, "dtype": "float32", "backend": FILES,
@@ -43,6 +49,8 @@ class StandIn:
             "workers": 1, "lora_rank": 8, "truncation": True, "seeds": True,
         }  # fmt: skip
         self.gate.set()
+        self.slow.set()
+        self._core = asyncio.Lock()  # vLLM's engine makes one call after the other
 
     def restart(self) -> None:
         self.weights, self.label, self.instance, self.paused = table(0), "default", uuid.uuid4().hex, False
@@ -58,7 +66,9 @@ class StandIn:
         try:
             yield self
         finally:
-            self.hangs, _ = False, self.gate.set()
+            self.hangs = False
+            self.gate.set()
+            self.slow.set()
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -68,41 +78,61 @@ class StandIn:
             await asyncio.sleep(0.01)
         if request.path == "/inference/v1/generate":
             return await self._generate(body)
-        answer = {
-            "/weight_info": lambda: {"weight_version": self.label},
-            "/is_paused": lambda: {"is_paused": self.paused},
-            "/v1/models": lambda: {
-                "data": [{"id": "m", "parent": None}, *({"id": a, "parent": "m"} for a in self.adapters)]
-            },
-            "/collective_rpc": lambda: {"results": [getattr(self, f"_{body['method']}")(*body["args"])]},
-        }.get(request.path)
-        if answer is not None:
-            return web.json_response(answer())
-        match request.path:
+        async with self._core:
+            answer = await self._control(request.path, body)
+        if isinstance(answer, str):
+            response = web.json_response({"error": {"message": answer}}, status=500)
+            response.force_close()  # as uvicorn does after an error
+            return response
+        return web.json_response(answer)
+
+    async def _control(self, path: str, body: dict) -> dict | str:
+        match path:
+            case "/weight_info":
+                return {"weight_version": self.label}
+            case "/is_paused":
+                return {"is_paused": self.paused}
+            case "/v1/models":
+                return {"data": [{"id": name, "parent": "m"} for name in self.adapters]}
+            case "/collective_rpc":
+                return {"results": [getattr(self, f"_{body['method']}")(*body["args"])]}
             case "/pause" | "/resume":
-                self.paused = request.path == "/pause"
+                self.paused = path == "/pause"
             case "/update_weight_version":
                 self.label = body["new_version"]
-            case "/finish_weight_update":
-                self.label = body["weight_version"]
+            case "/start_weight_update":
+                if self.active:
+                    return "start_weight_update called while a weight update is already active"
+                self.active = True
             case "/update_weights":
-                (path,) = body["update_info"]["paths"]
-                self.weights = load_file(path)
+                await self.slow.wait()
+                if not self.active:
+                    return "start_weight_update must be called before update_weights"
+                if self.breaks:
+                    self.active = self.whole = False
+                    return "it breaks"
+                (file,) = body["update_info"]["paths"]
+                self.weights, self.whole = load_file(file), True
+            case "/finish_weight_update":
+                if not self.active:
+                    return "finish_weight_update called without a matching start_weight_update"
+                self.label, self.active = body["weight_version"], False
             case "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = body["lora_path"]
             case "/v1/unload_lora_adapter":
                 del self.adapters[body["lora_name"]]
-            case "/start_weight_update" | "/reset_prefix_cache":
+            case "/reset_prefix_cache":
                 pass
             case _:
-                return web.json_response({"error": {"message": "Not Found"}}, status=404)
-        return web.json_response({"success": True})
+                return f"no {path}"
+        return {"success": True}
 
     async def _generate(self, body: dict) -> web.Response:
         started = self.label
         await self.gate.wait()
         while self.paused:
             await asyncio.sleep(0.001)
+        assert self.whole, "it samples from a model of which a part is missing"
         if self.status != 200:
             return web.json_response({"error": {"message": "the engine is dead"}}, status=self.status)
         count = body["sampling_params"]["max_tokens"]
@@ -125,15 +155,22 @@ class StandIn:
         return {"weights": {"scores": [WORDS, WORDS]}, "tied": []}
 
     def _digest_of_test_file(self, path: str) -> str:
-        import hashlib
-        from pathlib import Path
-
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+    def _digest_of_folder(self) -> str:
+        return "the folder's"
 
     def _refusal_of_files(self, paths: list[str], verify: bool) -> str | None:
         return self.refuses or None
 
     def _end_broken_update(self) -> None:
-        pass
+        self.active = False
 
-    _clear_tainted_cache = _taint = _end_broken_update
+    def _taint(self) -> None:
+        self.tainted = True
+
+    def _is_tainted(self) -> dict:
+        return {"tainted": self.tainted}
+
+    def _clear_tainted_cache(self) -> None:
+        self.tainted = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rollout.engines.base import SamplingParams
+from rollout.engines.vllm_servers import client as clients
 from rollout.engines.vllm_servers import engine as module
 from rollout.engines.vllm_servers import pool as pools
 from rollout.engines.vllm_servers.client import version_of
@@ -42,6 +44,7 @@ def run(main):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(module, "check_model_folder", lambda model: None)
+    monkeypatch.setattr(module, "digest_of_folder", lambda model: "the folder's")
     monkeypatch.setattr(pools, "LONGEST_PAUSE_S", 0.05)
 
 
@@ -142,9 +145,11 @@ def test_a_server_left_behind_in_a_push_goes_on_when_a_run_starts():
     run(main)
 
 
-def test_an_engine_that_hangs_is_found_by_its_silence():
+def test_an_engine_that_hangs_is_found_by_its_silence(monkeypatch):
+    monkeypatch.setattr(clients, "CHECK_S", 2.0)
+    monkeypatch.setattr(clients, "POLL_S", 0.05)
+
     async def main():
-        pools.CHECK_S = module_client.CHECK_S = 0.2
         async with fleet(silence_s=0.1) as (engine, first, second):
             first.hangs = True
             found = await asyncio.gather(*(engine.generate([i], SAMPLING) for i in range(6)))
@@ -153,13 +158,136 @@ def test_an_engine_that_hangs_is_found_by_its_silence():
             first.hangs = False
             await whole(engine)
 
-    from rollout.engines.vllm_servers import client as module_client
+    run(main)
 
-    before = module_client.CHECK_S
-    try:
-        run(main)
-    finally:
-        pools.CHECK_S = module_client.CHECK_S = before
+
+def test_a_server_in_a_long_push_is_not_taken_for_silent(monkeypatch):
+    monkeypatch.setattr(clients, "CHECK_S", 0.1)
+    monkeypatch.setattr(clients, "POLL_S", 0.02)
+
+    async def main():
+        async with fleet(1, silence_s=0.05) as (engine, server):
+            server.gate.clear()
+            asked = asyncio.ensure_future(engine.generate([3], SAMPLING))
+            while "/inference/v1/generate" not in server.calls:
+                await asyncio.sleep(0.01)
+            await engine.begin_push()
+            await asyncio.sleep(0.5)
+            await engine.load_files(module.WeightFiles.write(table(1).items()), 1, between_steps=True)
+            server.gate.set()
+            await engine.end_push()
+            assert (await asked).policy_version == 1 and server.calls.count("/inference/v1/generate") == 1
+
+    run(main)
+
+
+def test_a_push_breaks_off_the_recovery_of_a_server():
+    """The server is loading the weights that it missed when newer ones are pushed: they end under their own label."""
+
+    async def main():
+        async with fleet(1) as (engine, server):
+            await push_weights(engine, table(1).items(), 1)
+            server.restart()
+            server.slow.clear()
+            asked = asyncio.ensure_future(engine.generate([3], SAMPLING))
+            before = server.calls.count("/update_weights")
+            while server.calls.count("/update_weights") == before:
+                await asyncio.sleep(0.01)
+            pushed = asyncio.ensure_future(push_weights(engine, table(2).items(), 2, between_steps=True))
+            await asyncio.sleep(0.2)
+            server.slow.set()
+            await pushed
+            found = await asked
+            assert list(found.token_ids) == continuation(table(2), [3], 6) and found.policy_version == 2
+            assert server.label == engine.held.label and not server.paused
+
+    run(main)
+
+
+def test_a_server_that_breaks_in_a_push_stays_paused_until_a_whole_one():
+    async def main():
+        async with fleet() as (engine, first, second):
+            await push_weights(engine, table(1).items(), 1)
+            first.gate.clear()
+            second.gate.clear()
+            asked = [asyncio.ensure_future(engine.generate([i], SAMPLING)) for i in range(4)]
+            while sum(s.calls.count("/inference/v1/generate") for s in (first, second)) < 4:
+                await asyncio.sleep(0.01)
+            first.breaks = True
+            await push_weights(engine, table(2).items(), 2, between_steps=True)
+            first.breaks = False
+            first.gate.set()
+            second.gate.set()
+            found = await asyncio.gather(*asked)
+            assert {g.policy_version for g in found} == {2}
+            await whole(engine)  # from the files of the push
+            assert first.label == second.label == engine.held.label and not first.paused and first.whole
+
+    run(main)
+
+
+def test_the_weights_of_another_run_are_left_alone():
+    async def main():
+        async with fleet(1, retry_s=0.3) as (engine, server):
+            await push_weights(engine, table(5).items(), 5)
+            server.label = "1-another-run"
+            with pytest.raises(InfrastructureError, match="another run .1-another-run., .* pushed 5-.*; take another"):
+                await engine.generate([3], SAMPLING)
+            assert server.label == "1-another-run"
+            server.restart()
+            assert (await engine.generate([3], SAMPLING)).policy_version == 5
+
+    run(main)
+
+
+def test_a_restart_is_found_without_a_request(monkeypatch):
+    monkeypatch.setattr(pools, "WATCH_S", 0.05)
+
+    async def main():
+        async with fleet() as (engine, first, second):
+            await push_weights(engine, table(1).items(), 1)
+            first.restart()
+            while first.label != engine.held.label:
+                await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_every_outage_has_its_own_time(monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(pools, "time", clock)
+
+    async def main():
+        async with fleet(1, retry_s=1000.0) as (engine, server):
+            client, waits = engine.pool.servers[0], []
+            wait = engine.pool.wait
+
+            async def noted(until):
+                waits.append(until)
+                await wait(until)
+
+            monkeypatch.setattr(engine.pool, "wait", noted)
+            server.hangs = True
+            engine.pool.lose(client, "the first")
+            asked = asyncio.ensure_future(engine.generate([3], SAMPLING))
+            while not waits:
+                await asyncio.sleep(0.01)
+            clock.now = 900.0
+            server.gate.clear()
+            server.hangs = False
+            while "/inference/v1/generate" not in server.calls:
+                await asyncio.sleep(0.01)
+            server.restart()  # its answer is dropped, and it hangs before it is back
+            server.hangs = True
+            server.gate.set()
+            while waits[-1] == 1000.0:
+                await asyncio.sleep(0.01)
+            assert waits[-1] == 1900.0
+            server.hangs = False
+            await asked
+
+    run(main)
 
 
 def test_a_request_that_servers_do_not_survive_fails():
@@ -190,9 +318,10 @@ def test_logits_that_are_not_finite_fail_the_request_alone():
             server.nan = True
             with pytest.raises(PermanentFailure, match="logits are not finite .weights 0-start"):
                 await engine.generate([3], SAMPLING)
-            assert server.calls[-1] == "taint"
             server.nan = False
-            assert (await engine.generate([3], SAMPLING)).policy_version == 0
+            assert server.tainted and (await engine.generate([3], SAMPLING)).policy_version == 0
+            await push_weights(engine, table(1).items(), 1)
+            assert not server.tainted
 
     run(main)
 
@@ -232,6 +361,10 @@ def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
                 assert found.policy_version == version and not found.version_runs
             names = sorted(first.adapters)
             assert [version_of(name) for name in names] == [2, 3] and sorted(second.adapters) == names
+            second.tainted = True
+            await push_weights(engine, adapter(4).items(), 4)
+            assert not second.tainted
+            names = sorted(first.adapters)
             first.restart()
             first.adapters.clear()
             first.status = second.status = 404  # vLLM's for a model that it does not know
@@ -241,7 +374,7 @@ def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
             # Another run has pushed whole weights under the adapters.
             first.status = second.status = 200
             first.label = second.label = "9-another"
-            with pytest.raises(ValueError, match="another run .9-another., .* adapters of its folder's"):
+            with pytest.raises(ValueError, match="another run .9-another., .* pushed adapters; restart the server"):
                 await engine.generate([3], SAMPLING)
 
     run(main)

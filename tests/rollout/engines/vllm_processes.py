@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -32,15 +33,15 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
         options = {"model": str(model), "max_length": 256, **options}
         self._command, added = serve_command(options, self.port, "127.0.0.1", True, "files", lora_rank, [])
-        self._environment = (
-            os.environ | added | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", SECRET_VARIABLE: secret}
-        )
+        added |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", SECRET_VARIABLE: secret}
+        self._environment = os.environ | added
+        self.said = tempfile.TemporaryFile("w+")
         self.begin()
 
     def begin(self) -> None:
         self.process = subprocess.Popen(
-            self._command, cwd=ROOT, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
+            self._command, cwd=ROOT, env=self._environment, stdout=self.said, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
 
     def wait(self) -> None:
@@ -52,7 +53,8 @@ class Running:
             except OSError:
                 time.sleep(0.2)
         self.kill()
-        raise AssertionError(f"no server: {self.process.stderr.read()[-4000:]}")
+        self.said.seek(0)
+        raise AssertionError(f"no server: {self.said.read()[-4000:]}")
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -69,4 +71,4 @@ def running(*servers: Running):
     finally:
         for server in servers:
             server.kill()
-            server.process.stderr.close()
+            server.said.close()
