@@ -43,6 +43,7 @@ class StandIn:
         self.gate, self.slow, self.calls, self.url = asyncio.Event(), asyncio.Event(), [], ""
         self.active, self.whole, self.tainted, self.instance = False, True, False, uuid.uuid4().hex
         self.adapters: dict[str, str] = {}
+        self.announced: list[tuple[list[str], list[str], list[list[int]]]] = []
         self.facts = {
             "model": "stand-in", "max_length": 64, "vocab_size": WORDS, "dtype": "float32", "backend": FILES,
             "logprobs_mode": "processed_logprobs", "max_logprobs": MAX_LOGPROBS, "generation_config": "vllm",
@@ -111,8 +112,12 @@ class StandIn:
                 if self.breaks:
                     self.active = self.whole = False
                     return "it breaks"
-                (file,) = body["update_info"]["paths"]
-                self.weights, self.whole = load_file(file), True
+                info = body["update_info"]
+                if "names" in info:  # announced, and broadcast elsewhere
+                    self.announced.append((info["names"], info["dtype_names"], info["shapes"]))
+                else:
+                    (file,) = info["paths"]
+                    self.weights, self.whole = load_file(file), True
             case "/finish_weight_update":
                 if not self.active:
                     return "finish_weight_update called without a matching start_weight_update"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from rollout.engines.vllm_servers import engine as module
 from rollout.engines.vllm_servers import pool as pools
 from rollout.engines.vllm_servers.client import version_of
 from rollout.engines.vllm_servers.engine import VLLMServers
+from rollout.engines.vllm_servers.flags import NCCL
+from rollout.engines.vllm_servers.nccl import NCCLSender
 from rollout.engines.vllm_servers.pool import PrefixAffinity
 from rollout.trajectory import InfrastructureError, PermanentFailure
 from tests.rollout.engines.pushing import push_weights
@@ -46,6 +49,20 @@ def at_once(monkeypatch):
     monkeypatch.setattr(module, "check_model_folder", lambda model: None)
     monkeypatch.setattr(module, "digest_of_folder", lambda model: "the folder's")
     monkeypatch.setattr(pools, "LONGEST_PAUSE_S", 0.05)
+
+
+class Sender(NCCLSender):
+    """Notes what it would broadcast. ``stuck``: a server does not join the broadcast, which then never ends."""
+
+    stuck = False
+
+    async def _join(self, servers, device):
+        self.sent, self._members = [], ("joined",)
+
+    def _broadcast(self, bucket):
+        if self.stuck:
+            threading.Event().wait()
+        self.sent.append({name: tensor.clone() for name, tensor in bucket})
 
 
 async def whole(engine):
@@ -376,6 +393,41 @@ def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
             first.label = second.label = "9-another"
             with pytest.raises(ValueError, match="another run .9-another., .* pushed adapters; restart the server"):
                 await engine.generate([3], SAMPLING)
+
+    run(main)
+
+
+def test_buckets_are_announced_and_broadcast_and_a_refusal_ends_the_push():
+    weights = {name: torch.full((n, 2), float(n)) for n, name in enumerate("abcd", start=1)}
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(StandIn().running()) for _ in range(2)]
+            for server in servers:
+                server.facts["backend"] = NCCL
+            engine = VLLMServers([s.url for s in servers], "m", 64, transport="nccl")
+            engine._shapes, engine.nccl = ({"scores": (WORDS, WORDS)}, set()), Sender(40)  # bytes
+            await engine.start()
+            await push_weights(engine, weights.items(), 1)
+            assert [list(bucket) for bucket in engine.nccl.sent] == [["a", "b", "c"], ["d"]]
+            assert all(torch.equal(weights[n], t) for bucket in engine.nccl.sent for n, t in bucket.items())
+            for server in servers:
+                assert server.announced == [
+                    (["a", "b", "c"], ["float32"] * 3, [[1, 2], [2, 2], [3, 2]]), (["d"], ["float32"], [[4, 2]])
+                ]  # fmt: skip
+                assert server.label == engine.held.label and not server.paused and not server.active
+            before = engine.held
+            servers[1].breaks = engine.nccl.stuck = True
+            with pytest.raises(InfrastructureError, match="update_weights: status 500: it breaks"):
+                await push_weights(engine, weights.items(), 2, between_steps=True)
+            assert engine.nccl._members == () and engine.held == before
+            assert all(s.paused and s.label.startswith("incomplete-") for s in servers), "their models are unknown"
+            servers[1].breaks = engine.nccl.stuck = False
+            await push_weights(engine, weights.items(), 3, between_steps=True)
+            assert all(s.label == engine.held.label and not s.paused for s in servers)
+            with pytest.raises(ValueError, match="checksum: true works only with transport: files"):
+                await push_weights(engine, weights.items(), 4, checksum=True)
+            await engine.close()
 
     run(main)
 
