@@ -1,7 +1,7 @@
 """Middleware of ``vllm serve`` that demands the shared secret.
 
 vLLM's own ``--api-key`` guards only paths that begin with /v1, /v2 or /inference (vLLM 0.32,
-entrypoints/serve/middleware/authenticate.py), and so leaves weight updates open to everyone.
+entrypoints/serve/middleware/authenticate.py), and so leaves weight updates open to everyone (vllm-project/vllm#18892).
 """
 
 from __future__ import annotations

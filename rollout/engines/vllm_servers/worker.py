@@ -2,8 +2,8 @@
 rollout.engines.vllm_servers.worker.ServedWorker``.
 
 vLLM imports this module in every worker before it builds the model. The import registers a weight transfer backend for
-files that trainer and server both see, which vLLM 0.32 lacks. The methods of `ServedWorker` are called over HTTP
-(``/collective_rpc``).
+files that trainer and server both see, which vLLM 0.32 lacks (vllm-project/vllm#48644, #52152). The methods of
+`ServedWorker` are called over HTTP (``/collective_rpc``).
 """
 
 from __future__ import annotations
