@@ -164,7 +164,7 @@ class WorkerExtension:
         """Let vLLM report log-probs before top-k and top-p; its "processed_logprobs" are those after. Returns False,
         with no change, for an unknown sampler. Idempotent."""
         sampler: Any = getattr(self.model_runner, "sampler", None)
-        if getattr(self, "_reports_untruncated", False):
+        if getattr(sampler, "reports_untruncated", False):
             return True
         if hasattr(sampler, "topk_topp_sampler"):
             _report_untruncated_v1(sampler.topk_topp_sampler)
@@ -172,7 +172,7 @@ class WorkerExtension:
             _report_untruncated_v2(sampler)
         else:
             return False
-        self._reports_untruncated = True
+        sampler.reports_untruncated = True
         return True
 
 
