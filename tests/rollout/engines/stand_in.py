@@ -43,6 +43,7 @@ class StandIn:
         self.gate, self.slow, self.calls, self.url = asyncio.Event(), asyncio.Event(), [], ""
         self.active, self.whole, self.tainted, self.instance = False, True, False, uuid.uuid4().hex
         self.adapters: dict[str, str] = {}
+        self.broken_rpc = ""  # error of every call of a worker's method
         self.announced: list[tuple[list[str], list[str], list[list[int]]]] = []
         self.facts = {
             "model": "stand-in", "max_length": 64, "vocab_size": WORDS, "dtype": "float32", "backend": FILES,
@@ -95,6 +96,8 @@ class StandIn:
                 return {"is_paused": self.paused}
             case "/v1/models":
                 return {"data": [{"id": name, "parent": "m"} for name in self.adapters]}
+            case "/collective_rpc" if self.broken_rpc:
+                return self.broken_rpc
             case "/collective_rpc":
                 return {"results": [getattr(self, f"_{body['method']}")(*body["args"])]}
             case "/pause" | "/resume":

@@ -364,6 +364,29 @@ def test_flags_are_checked_at_the_start(fact, value, said):
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            "Worker failed with error ''CPUWorker' object has no attribute 'describe''",
+            ValueError,
+            "was not started with",
+        ),
+        ("EngineCore encountered an issue", InfrastructureError, "status 500: EngineCore encountered an issue"),
+    ],
+)
+def test_a_stock_server_is_told_from_a_dead_one(error, kind, said):
+    async def main():
+        async with StandIn().running() as server:
+            server.broken_rpc = error
+            engine = VLLMServers([server.url], "m", 64)
+            engine._shapes = {"scores": (WORDS, WORDS)}, set()
+            with pytest.raises(kind, match=said):
+                await engine.start()
+
+    run(main)
+
+
 def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
     def adapter(seed):
         return {
