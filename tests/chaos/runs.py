@@ -42,7 +42,7 @@ ROLES = {
     "rollout.tools.python": "sandbox",
     "rollout.engines.worker": "engine",
     "vllm.entrypoints": "vLLM server",
-    "EngineCore": "vLLM engine",
+    "VLLM::": "vLLM engine",
     "retrieval.server": "search server",
     "torch.distributed.run": "torchrun",
     "experiments stage": "rank",
@@ -95,7 +95,7 @@ class Place:
         self.student = next(self.outputs.glob("chaos_sft/*/model"), self.outputs)
 
     # ------------------------------------------------------------------ processes
-    def command(self, *words: str) -> psutil.Popen:
+    def command(self, *words: str, screen_of: Path | None = None) -> psutil.Popen:
         environment = os.environ | {
             "COMPACT_AGENTS_EXPERIMENTS": str(EXPERIMENTS),
             "COMPACT_AGENTS_OUTPUTS": str(self.outputs),
@@ -104,7 +104,7 @@ class Place:
         }
         if self.clock is not None:
             environment |= {"LD_PRELOAD": str(self.clock.with_suffix(".so")), "CHAOS_CLOCK": str(self.clock)}
-        with self.said.open("ab") as screen:
+        with (screen_of or self.said).open("ab") as screen:
             return psutil.Popen(
                 [sys.executable, "-m", "experiments", *words],
                 cwd=ROOT, env=environment, stdout=screen, stderr=subprocess.STDOUT, start_new_session=True,
@@ -121,7 +121,10 @@ class Place:
             if port not in self.servers or self.servers[port].poll() is not None:
                 self.end_server(port)
                 words = ("--checkpoint", str(self.student), "--port", str(port))
-                self.servers[port] = self.command("engine-server", SERVED, *words)
+                # vLLM prints tracebacks when its engine dies.
+                self.servers[port] = self.command(
+                    "engine-server", SERVED, *words, screen_of=self.said.with_suffix(".vllm")
+                )
 
     def ready(self) -> None:
         """Wait until the servers answer, which a run expects at its start."""
@@ -199,7 +202,7 @@ def roles(place: Place) -> list[tuple[psutil.Process, str]]:
     found = []
     for process in place.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = " ".join(process.cmdline())
+            words = " ".join([process.name(), *process.cmdline()])
             name = next((name for part, name in ROLES.items() if part in words), "sandbox")  # its programs name nothing
             found.append((process, name))
     return found

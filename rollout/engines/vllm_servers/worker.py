@@ -9,6 +9,7 @@ files that trainer and server both see, which vLLM 0.32 lacks (vllm-project/vllm
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,5 +161,7 @@ def _is_ours(path: str) -> bool:
 
 
 avoid_amx()
+# It warns at every push of layers without weights in the files: tied ones, and rotary embeddings.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 if FILES not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(FILES, FileTransfer)
