@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import http.client
 import math
@@ -24,6 +25,7 @@ from experiments.stages.context import RunContext, StageFailed
 from experiments.stages.graph import Graph, Need, Stage
 
 SERVER_GRACE_S = 10.0  # before a server is killed
+PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent ends
 
 Run = Callable[[argparse.Namespace, RunContext], int | None]
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -140,7 +142,9 @@ def serve(
         asked = True
 
     with handling(end):
-        server = subprocess.Popen(command, cwd=context.project.root, env=environment, start_new_session=True)
+        server = subprocess.Popen(
+            command, cwd=context.project.root, env=environment, start_new_session=True, preexec_fn=_end_with_parent
+        )
         try:
             while server.poll() is None and time.monotonic() < deadline:
                 if asked and deadline == math.inf:
@@ -156,6 +160,11 @@ def serve(
             code = server.wait()
     if not asked and code != 0:
         raise StageFailed(f"the {name} ended with exit code {code}", 1)
+
+
+def _end_with_parent() -> None:
+    """Let Linux send this process a Ctrl-C when its parent is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def builds_index(stage: Stage) -> bool:

@@ -42,7 +42,7 @@ ROLES = {
     "rollout.tools.python": "sandbox",
     "rollout.engines.worker": "engine",
     "vllm.entrypoints": "vLLM server",
-    "VLLM::": "vLLM engine",
+    "multiprocessing.spawn": "vLLM engine",
     "retrieval.server": "search server",
     "torch.distributed.run": "torchrun",
     "experiments stage": "rank",
@@ -202,7 +202,7 @@ def roles(place: Place) -> list[tuple[psutil.Process, str]]:
     found = []
     for process in place.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = " ".join([process.name(), *process.cmdline()])
+            words = " ".join(process.cmdline())
             name = next((name for part, name in ROLES.items() if part in words), "sandbox")  # its programs name nothing
             found.append((process, name))
     return found

@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from common.secret import SECRET_VARIABLE
@@ -88,3 +89,19 @@ def test_flags_follow_from_the_experiment(tmp_path):
     assert pairs["--weight-transfer-config"] == '{"backend": "nccl"}' and pairs["--max-lora-rank"] == "32"
     assert pairs["--kv-cache-memory-bytes"] == "1000" and "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
     assert ("--enforce-eager" in said) != ("--gpu-memory-utilization" in said)
+
+
+def test_a_server_ends_with_its_launcher():
+    """Also if that is killed: its port would stay in use."""
+    code = (
+        "import subprocess, sys; from experiments.commands.command import _end_with_parent; "
+        "print(subprocess.Popen(['sleep', '600'], preexec_fn=_end_with_parent).pid, flush=True); input()"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    server = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.communicate()
+    psutil.wait_procs([server], timeout=60)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
