@@ -59,8 +59,8 @@ class EngineProcess:
     A new child starts with the weights of its folder. It first gets the weights of the last complete update, if they
     are kept (``keep`` of `load_files` and `transfer`; see `weights.push`), then the unanswered messages in their order.
     An update by files is repeated from its start. A `transfer` cannot be repeated, because its tensors are not kept: it
-    raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept,
-    the engine samples nothing until new weights arrive.
+    raises UpdateInterrupted, and the sender pushes again. Where the weights are not kept, the engine samples nothing
+    until new weights arrive.
 
     A message that was in flight when two children died is a suspect. A single suspect fails. Of several suspects the
     next child gets one at a time, and fails the message that kills it.

@@ -20,6 +20,7 @@ import torch
 
 from common.ranges import MAX_TOP_LOGPROBS
 from rollout.engines.base import Generation, SamplingParams
+from rollout.engines.vllm_servers.flags import CPU_BLOCK, CPU_KV_CACHE_BYTES, CPU_STEP_TOKENS
 from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.engines.weights.ipc import memory_of
 from rollout.trajectory import PermanentFailure, Runs, merged, recorded
@@ -120,11 +121,6 @@ class SampledLogprobs:
                 self.top.append(entry)
 
 
-# On CPU: the smallest block of its attention (only complete blocks are cached), and a small cache, because vLLM
-# allocates all of it at once and would otherwise take a share of all memory.
-CPU_BLOCK = 32
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_STEP_TOKENS = 4096
 TRANSFER_METHODS = (
     "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
     "shutdown_weight_transfer_engine",

@@ -20,7 +20,12 @@ NAMES = "base_model.model."  # before every name in a file of peft's format
 
 
 class AdapterFolder:
-    """One LoRA adapter in peft's format, in memory that the servers of this host share. ``rank`` is the adapter's."""
+    """Folder with one LoRA adapter in peft's format, in shared memory.
+
+    Attributes:
+        path: of the folder.
+        rank: of the adapter.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
@@ -71,7 +76,7 @@ async def load_adapter(server: ServerClient, name: str, folder: str, unload: Ite
     Args:
         name: name of the adapter in requests.
         folder: folder of the adapter.
-        unload: names of adapters that no request needs any more.
+        unload: names of adapters to unload, which no request needs.
 
     Raises:
         ValueError: the server refused the adapter; the message has its reason.

@@ -15,7 +15,11 @@ from common.secret import is_local
 FILES = "compact_agents_files"  # weight transfer backend of `worker.FileTransfer`
 NCCL = "nccl"  # vLLM's own
 MAX_LOGPROBS = MAX_TOP_LOGPROBS + 1  # the sampled token is one of vLLM's, so k others need k + 1
-CPU_BLOCK, CPU_STEP_TOKENS, CPU_KV_CACHE_BYTES = 32, 4096, 256 << 20  # see `vllm_backend`
+# On CPU, also of a rank's own engine: the smallest block of vLLM's attention (only complete blocks are cached), and a
+# small cache, because vLLM allocates all of it at once and would otherwise take a share of all memory.
+CPU_BLOCK = 32
+CPU_KV_CACHE_BYTES = 256 << 20
+CPU_STEP_TOKENS = 4096
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 REQUIRED_VARIABLE = "COMPACT_AGENTS_SECRET_REQUIRED"  # see `secret_middleware`
 PACKAGE = __name__.rpartition(".")[0]
@@ -34,7 +38,7 @@ def serve_command(
         flags: further flags of ``vllm serve``, which replace the ones here.
 
     Raises:
-        ValueError: ``flags`` have the host or the port.
+        ValueError: ``flags`` has the host, the port or a middleware.
     """
     if any(flag.partition("=")[0] in ("--host", "--port", "--middleware") for flag in flags):
         raise ValueError(f"--flags has {' '.join(flags)}; give --host and --port to make engine, and no --middleware")
