@@ -20,7 +20,7 @@ import torch
 
 from common.ranges import MAX_TOP_LOGPROBS
 from rollout.engines.base import Generation, SamplingParams
-from rollout.engines.vllm_servers.flags import CPU_BLOCK, CPU_KV_CACHE_BYTES, CPU_STEP_TOKENS
+from rollout.engines.vllm_cpu import CPU_BLOCK, CPU_KV_CACHE_BYTES, CPU_STEP_TOKENS
 from rollout.engines.weights.files import WeightFiles, names_and_shapes
 from rollout.engines.weights.ipc import memory_of
 from rollout.trajectory import PermanentFailure, Runs, merged, recorded

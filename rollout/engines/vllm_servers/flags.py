@@ -11,15 +11,11 @@ from typing import Any
 
 from common.ranges import MAX_TOP_LOGPROBS
 from common.secret import is_local
+from rollout.engines.vllm_cpu import CPU_BLOCK, CPU_KV_CACHE_BYTES, CPU_STEP_TOKENS
 
 FILES = "compact_agents_files"  # weight transfer backend of `worker.FileTransfer`
 NCCL = "nccl"  # vLLM's own
 MAX_LOGPROBS = MAX_TOP_LOGPROBS + 1  # the sampled token is one of vLLM's, so k others need k + 1
-# On CPU, also of a rank's own engine: the smallest block of vLLM's attention (only complete blocks are cached), and a
-# small cache, because vLLM allocates all of it at once and would otherwise take a share of all memory.
-CPU_BLOCK = 32
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_STEP_TOKENS = 4096
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 REQUIRED_VARIABLE = "COMPACT_AGENTS_SECRET_REQUIRED"  # see `secret_middleware`
 PACKAGE = __name__.rpartition(".")[0]
