@@ -14,7 +14,7 @@ from experiments.commands.models import rollouts_of
 from experiments.launch import runner
 from experiments.launch.shared_secret import FILE, share_secret
 from experiments.registry.errors import ExperimentError
-from experiments.registry.machine import device_of
+from experiments.registry.machine import ISA_VARIABLE, device_of, onednn_isa
 from experiments.registry.project import ROOT
 from experiments.stages.context import RunContext
 from experiments.stages.graph import closure
@@ -109,6 +109,8 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
         )
     except ValueError as error:
         raise ExperimentError(str(error)) from None
+    if on_cpu:
+        environment[ISA_VARIABLE] = os.environ.get(ISA_VARIABLE) or onednn_isa()  # as in stages
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     said = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     if not is_local(args.host):

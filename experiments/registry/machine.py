@@ -21,7 +21,9 @@ from common.files import write_atomically
 from experiments.registry.hardware import GPU_NAMES
 from experiments.registry.shapes import GB, GPUSpec
 
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # of /proc/cpuinfo; without them products in bfloat16 are emulated
+CPUINFO = Path("/proc/cpuinfo")
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+WITH_AMX, WITHOUT_AMX = "DEFAULT", "AVX512_CORE_BF16"
 CPU_EFFICIENCY = 0.6  # of the measured speed of products that training and rollouts reach together
 TOLERANCE = 0.02  # of a bfloat16 result, relative to the largest value
 # A product and an attention in bfloat16 against float32. Some processors crash here, so a child process runs it.
@@ -106,25 +108,37 @@ def _seconds(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor computes in bfloat16, by its flags and a trial. The answer is kept for this
-    processor and version of torch."""
+def onednn_isa(cpuinfo: Path = CPUINFO) -> str:
+    """Return the ``ONEDNN_MAX_CPU_ISA`` of stages: no AMX unless a trial shows that the processor runs it, because some
+    virtual machines advertise AMX and cannot run it."""
+    return WITH_AMX if _passes(cpuinfo, "amx_bf16", WITH_AMX) else WITHOUT_AMX
+
+
+def cpu_has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether the processor computes in bfloat16, by its flags and a trial. An answer is kept for this processor
+    and version of torch."""
+    return _passes(cpuinfo, "amx_bf16", WITH_AMX) or _passes(cpuinfo, "avx512_bf16", WITHOUT_AMX)
+
+
+def _passes(cpuinfo: Path, flag: str, isa: str) -> bool:
     text = cpuinfo.read_text("utf-8", "replace") if cpuinfo.exists() else ""
     lines = dict.fromkeys(line for line in text.splitlines() if line.startswith(("model name", "flags")))
-    if not BFLOAT16_FLAGS & set(" ".join(lines).split()):
+    if flag not in " ".join(lines).split():
         return False
-    return _trial_passes(" ".join(lines) + importlib.metadata.version("torch"))
+    return _trial_passes(" ".join(lines) + importlib.metadata.version("torch"), os.environ.get(ISA_VARIABLE, isa))
 
 
 @functools.cache
-def _trial_passes(processor: str) -> bool:
-    kept = Path(tempfile.gettempdir(), f"compact-agents-bfloat16-{os.getuid()}.json")
+def _trial_passes(processor: str, isa: str) -> bool:
+    kept = Path(tempfile.gettempdir(), f"compact-agents-bfloat16-{isa.lower()}-{os.getuid()}.json")
     try:
         known = json.loads(kept.read_text("utf-8"))
         if known["processor"] == processor:
             return bool(known["works"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    works = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=300).returncode == 0
+    environment = os.environ | {ISA_VARIABLE: isa}
+    tried = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=300, env=environment)
+    works = tried.returncode == 0
     write_atomically(kept, json.dumps({"processor": processor, "works": works}))
     return works

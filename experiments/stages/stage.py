@@ -30,6 +30,7 @@ from callbacks.training.stop_request import StopRequested
 from common.errors import one_line
 from common.files import DiskFullError, is_no_room, write_atomically
 from experiments.registry.errors import ExperimentError
+from experiments.registry.machine import ISA_VARIABLE, onednn_isa
 from experiments.registry.project import PACKAGES, ROOT
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
@@ -263,7 +264,7 @@ def explain(error: BaseException) -> str:
 def set_environment(environment: dict[str, str]) -> dict[str, str]:
     """Return the environment variables for a stage's process. Variables that the user has set keep their values."""
     defaults = {
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # some virtual machines advertise AMX and cannot run it
+        ISA_VARIABLE: onednn_isa(),
         # Trainer and engine share the cores. Threads that spin longer starve each other: at 20,000 a step took 2.6
         # times as long on a busy machine. Threads that never spin cost a tenth on an idle one.
         "GOMP_SPINCOUNT": "1000",

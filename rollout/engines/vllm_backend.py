@@ -208,17 +208,18 @@ def _report_untruncated_v2(sampler: Any) -> None:
     sampler._sample_random = sample
 
 
-def avoid_amx() -> None:
-    """Let vLLM's CPU kernels leave AMX alone where oneDNN must (``ONEDNN_MAX_CPU_ISA``, which stages set). oneDNN asks
-    Linux for the permission to use AMX, vLLM 0.32's attention does not, and dies by SIGILL without it."""
+def settle_amx() -> None:
+    """Ask Linux for the permission to use AMX, or let vLLM's CPU kernels leave it alone where oneDNN must
+    (``ONEDNN_MAX_CPU_ISA``, which stages set) or Linux refuses. vLLM 0.32's attention asks nobody: it dies by SIGILL
+    unless oneDNN has asked before."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    if limit not in ("ALL", "DEFAULT") and "AMX" not in limit:
+    if limit not in ("ALL", "DEFAULT") and "AMX" not in limit or not torch.cpu._init_amx():
         torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
     """Configure vLLM for a machine without a GPU, and return further arguments of ``EngineArgs``."""
-    avoid_amx()
+    settle_amx()
     # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner

@@ -59,7 +59,6 @@ def serve_command(
         words += ["--block-size", str(CPU_BLOCK), "--enforce-eager", "--no-enable-chunked-prefill"]
         words += ["--max-num-batched-tokens", str(max(max_length, CPU_STEP_TOKENS))]
         environment |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1"}
-        environment["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as in stages
         threads = str(options.get("threads", 1))  # more would change the last bits of float32
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         cache_bytes = cache_bytes or CPU_KV_CACHE_BYTES

@@ -40,6 +40,24 @@ def test_bfloat16_needs_a_flag_and_a_trial_that_ends_well(tmp_path, monkeypatch)
     assert not machine.cpu_has_bfloat16(found)  # the trial crashed
 
 
+def test_amx_is_used_where_a_trial_shows_that_it_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv(machine.ISA_VARIABLE, raising=False)
+    runs = f"import os\nif os.environ['{machine.ISA_VARIABLE}'] == '{machine.WITH_AMX}': os.abort()"
+    both, without = "avx512_bf16 amx_bf16", "avx512_bf16"
+    for flags, probe, isa, bfloat16 in (
+        (both, "", machine.WITH_AMX, True),
+        (both, runs, machine.WITHOUT_AMX, True),
+        (both, "import os; os.abort()", machine.WITHOUT_AMX, False),
+        (without, "", machine.WITHOUT_AMX, True),
+    ):
+        machine._trial_passes.cache_clear()
+        for kept in tmp_path.glob("*.json"):
+            kept.unlink()
+        monkeypatch.setattr(machine, "PROBE", probe)
+        found = cpuinfo(tmp_path, flags)
+        assert (machine.onednn_isa(found), machine.cpu_has_bfloat16(found)) == (isa, bfloat16), (flags, probe)
+
+
 def test_auto_takes_a_gpu_where_torch_can_use_it(monkeypatch):
     assert [machine.device_of(name) for name in ("cuda", "gpu", "cpu")] == ["gpu", "gpu", "cpu"]
     monkeypatch.setattr(GPU, lambda: True)

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 
+from experiments.registry.machine import onednn_isa
 from rollout.engines.base import SamplingParams
 from rollout.engines.vllm_backend import SampledTokens, StopStrings
 from rollout.engines.vllm_engine import VLLMEngine
@@ -279,9 +280,12 @@ def test_asleep_and_awake_again_the_engine_is_the_same(model_dir, other_dir):
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="bfloat16 needs AVX512_BF16")
-def test_bfloat16_where_stages_keep_onednn_from_amx(model_dir, monkeypatch):
-    """On a processor with AMX vLLM's attention died by SIGILL there."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+@pytest.mark.parametrize("isa", ["AVX512_CORE_BF16", "DEFAULT"])
+def test_bfloat16_with_and_without_amx(model_dir, monkeypatch, isa):
+    """vLLM's attention died by SIGILL without it, where the processor has AMX and oneDNN may not use it."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    if isa == "DEFAULT" and onednn_isa() != isa:
+        pytest.skip("this processor does not run AMX")
     engine = VLLMEngine(str(model_dir), max_length=256, dtype="bfloat16", restarts=0)
 
     async def main():
