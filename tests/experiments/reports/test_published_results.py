@@ -100,4 +100,5 @@ def test_written_parts_are_kept(name):
     method = next(o["method"] for o in objects if o["method"].startswith(main))
     again = results_page(name, method, objects, {}, score_of(objects[0]["metric"]), "x", notes=notes_of(text))
     assert notes_of(again) == notes_of(text) and "**Findings**" in notes_of(text)
-    assert again.startswith(text.partition("## Results")[0]) and again.endswith("".join(text.partition("\n## Appendix")[1:]))
+    assert again.startswith(text.partition("## Results")[0])
+    assert again.endswith("".join(text.partition("\n## Appendix")[1:]))
