@@ -67,7 +67,7 @@ def make_rows(context: RunContext) -> list[dict[str, Any]]:
     """Run the experiment and those that it is compared with, and return one results row per test."""
     graph = make_graph(context)
     target, compared = runner.make(graph, context)
-    return [result_row(stage) for stage in (*compared, target) if StageFolder(stage.folder).evaluation.is_file()]
+    return [result_row(stage) for stage in (*compared, target) if StageFolder(stage.folder).is_tested]
 
 
 def result_row(stage: Stage) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def train(args: argparse.Namespace, context: RunContext) -> None:
 
 def closing_table(stages: Sequence[Stage], columns: Sequence[str] | None) -> None:
     """Print a table with one row for each tested stage. Tasks and stages that only prepare a model have no test."""
-    rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).evaluation.is_file()]
+    rows = [(s.label, s.folder) for s in stages if StageFolder(s.folder).is_tested]
     if rows:
         from experiments.reports.report import closing_table as table_of
 

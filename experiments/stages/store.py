@@ -110,6 +110,11 @@ class StageFolder:
     def evaluation(self) -> Path:
         return self.path / "evaluation.json"
 
+    @property
+    def is_tested(self) -> bool:
+        """Whether the stage has a test: tasks have none, nor does a run with limit_test_batches 0."""
+        return self.evaluation.is_file() and "test" in read_json(self.evaluation)
+
     def result(self) -> dict[str, Any] | None:
         """Return the content of the stage's result.json, or None while the stage is not done."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -13,6 +14,7 @@ import pytest
 from callbacks.evaluation.evaluation import Evaluation
 from callbacks.evaluation.statistics import bootstrap_interval
 from callbacks.training.training_totals import TrainingTotals
+from experiments.commands.train import closing_table as closing_table_of_train
 from experiments.registry.columns import COLUMNS, DEFAULT, SCORES, columns_of, known_columns
 from experiments.reports.question_values import DIGITS, packed, unpacked
 from experiments.reports.report import closing_table, write_results
@@ -82,6 +84,18 @@ def test_closing_table_shows_what_was_chosen(stages):
     assert " 6 " not in arpo and "6.000" in arpo and "4.000" in grpo, "calls of the whole training"
     with pytest.raises(ValueError, match="unknown column 'nothing'"):
         closing_table([("ARPO", stages / "arpo" / "key0")], ["nothing"])
+
+
+def test_a_run_without_a_test_has_no_row(stages, tmp_path, capsys):
+    """``--trainer.limit_test_batches 0`` validates and does not test."""
+    (tmp_path / "evaluation.json").write_text('{"val": {"em": {"mean": 0.5}}}')
+    ends = [SimpleNamespace(label=name, folder=folder, name=name, config={"experiment": {}}) for name, folder in
+            (("ARPO", stages / "arpo" / "key0"), ("SFT", tmp_path), ("index", tmp_path / "none"))]  # fmt: skip
+    closing_table_of_train(ends[1:], ARPO)
+    assert not capsys.readouterr().out
+    closing_table_of_train(ends, ARPO)
+    shown = capsys.readouterr().out
+    assert "ARPO" in shown and "SFT" not in shown
 
 
 def test_rows_of_different_test_sets_are_named(stages, tmp_path):
