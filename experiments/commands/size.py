@@ -238,7 +238,10 @@ def dimensions_of(path: str, stage: Stage, root: Path) -> Dimensions:
     """
     file = root / path / "config.json"
     if file.is_file():
-        return Dimensions.of(json.loads(file.read_text()))
+        try:
+            return Dimensions.of(json.loads(file.read_text()))
+        except ValueError as error:
+            raise ExperimentError(f"{file}: {error}. Give a model of these of about the same size") from None
     for upstream in stage.upstream:
         made_from = ((upstream.config.get("model") or {}).get("init_args") or {}).get("policy")
         made_from = made_from or ((upstream.config.get("task") or {}).get("init_args") or {}).get("source")

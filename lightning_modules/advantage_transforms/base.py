@@ -255,3 +255,9 @@ def check_transforms(algorithm: Algorithm) -> None:
         if type(transform).assign_credit is not AdvantageTransform.assign_credit:
             lost.append(name)
         transform.check(algorithm)
+    learning = [transform for transform in algorithm.advantage_transforms if transform.learns]
+    if not algorithm.use_grpo and algorithm.correction.active and all(transform.adds_loss for transform in learning):
+        raise ValueError(
+            "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; they do not apply "
+            f"to the loss of {', '.join(type(transform).__name__ for transform in learning)}: leave them out as well"
+        )

@@ -96,12 +96,14 @@ def spread_turns(values_BK: Tensor, turns_BT: Tensor) -> Tensor:
 
 
 def spread_by_row(values: Sequence[Sequence[float]], trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """Copy values of the turns with tokens of each row, one list per row, to their tokens. Returns [B, T], 0 outside of
-    turns."""
+    """Copy values of the turns with tokens of each row, one list per row, to the policy's tokens. Returns [B, T], 0
+    outside of turns and in those of a guide."""
     index = turn_index(batch.mask, turn_starts(trajectories, batch))
     table = torch.zeros((len(values), int(index.max()) if index.numel() else 0))
-    for row, found in enumerate(values):
-        table[row, : len(found)] = torch.tensor(found[: table.shape[1]])
+    for row, (found, t) in enumerate(zip(values, trajectories, strict=True)):
+        turns = [turn for turn in t.turns if turn.end > turn.start]
+        own = [value for value, turn in zip(found, turns, strict=False) if not turn.guided]
+        table[row, : len(own)] = torch.tensor(own)
     return spread_turns(table.to(index.device), index) * batch.mask
 
 
@@ -330,18 +332,17 @@ def _scaled(values_BK: Tensor, exists_BK: Tensor) -> Tensor:
 
 
 def turns_after_error(inputs: TurnInputs) -> Tensor:
-    """Return the signed distance of each turn, in turns, from the trajectory's first erroneous turn [B, K]: 0 at that
-    turn, negative before it, -inf in rows without an error."""
-    errors = inputs.divergences.tokens.new_tensor([_error_turn(t) for t in inputs.trajectories])[:, None]
-    return torch.arange(1, inputs.divergences.tokens.shape[1] + 1, device=errors.device)[None] - errors
-
-
-def _error_turn(trajectory: Trajectory) -> float:
-    """Return the number (from 1) of the first erroneous turn, counting only turns with tokens; inf without one."""
-    turn = first_error(trajectory)
-    if turn is None:
-        return float("inf")
-    return 1.0 + sum(t.end > t.start for t in trajectory.turns[:turn])
+    """Return the signed distance of each turn of the policy, in turns, from the trajectory's first erroneous turn [B,
+    K]: 0 at that turn, negative before it, -inf in rows without an error. Turns of a guide count as turns."""
+    distances = torch.full_like(inputs.divergences.tokens, -torch.inf)
+    for row, t in enumerate(inputs.trajectories):
+        with_tokens = [k for k, turn in enumerate(t.turns) if turn.end > turn.start]
+        error = first_error(t)
+        if error is not None:
+            first = sum(k < error for k in with_tokens)
+            own = [number - first for number, k in enumerate(with_tokens) if not t.turns[k].guided]
+            distances[row, : len(own)] = distances.new_tensor(own)
+    return distances
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,12 +90,13 @@ class InformationGain(AdvantageTransform):
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories, tokens, metrics = batch.trajectories, batch.tokens, batch.algorithm.metrics
         values = self.gold_logprobs(batch.algorithm, trajectories, tokens.mask.device)
-        gains, known = [], []
+        gains: list[list[float] | list[None]] = []
+        known: list[float] = []
         for t, found in zip(trajectories, values, strict=True):
             shown = found if self.gain == "log_prob" else [math.exp(v) for v in found]
             own = [after - before for before, after in zip(shown, shown[1:], strict=False)]
             known += own
-            gains.append(own or [0.0] * (len(_turns(t)) - 1))
+            gains.append(own or [None] * (len(_turns(t)) - 1))
         for k in range(self.SHOWN):
             reached = [found[k] for found in values if len(found) > k]
             metrics.mean(f"train/gold_logprob/turn{k}", sum(reached), len(reached))

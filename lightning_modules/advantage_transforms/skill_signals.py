@@ -11,7 +11,7 @@ from torch import Tensor
 from common import ranks
 from common.ranges import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt, UnitInterval
 from common.schedules import Coefficient, Schedule
-from lightning_modules.advantage_transforms.base import Algorithm, MicroBatch, RolloutBatch, current, validate_choice
+from lightning_modules.advantage_transforms.base import MicroBatch, RolloutBatch, current, validate_choice
 from lightning_modules.advantage_transforms.skill_teacher import SkillInputs, SkillTeacher, TeacherWeights
 from lightning_modules.batch import RowTensors
 from lightning_modules.maths.advantages import rlsd_advantages
@@ -38,14 +38,6 @@ class SkillLoss(SkillTeacher):
     """
 
     reads_old_logprobs = False
-
-    def check(self, algorithm: Algorithm) -> None:
-        super().check(algorithm)
-        if not algorithm.use_grpo and algorithm.correction.active:
-            raise ValueError(
-                "importance_cap and mask_ratio weigh the loss of GRPO, which use_grpo: false leaves out; they do not "
-                "apply to the self-teacher's loss: leave them out as well"
-            )
 
     def loss(self, micro: MicroBatch, inputs: RowTensors | None) -> Tensor | None:
         if not isinstance(inputs, SkillInputs):
@@ -114,6 +106,8 @@ class GatedSkills(SkillLoss):
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
         if gap_clamp is not None and signal == "gate" and gate == "entropy":
             raise ValueError(f"gap_clamp is {gap_clamp}, but gate entropy with signal gate reads no gap; leave it out")
+        if signal != "jsd" and jsd_beta != 0.5:
+            raise ValueError(f"jsd_beta is {jsd_beta}: no effect with signal {signal}; leave it out")
         if signal == "jsd" and not 0 < jsd_beta < 1:
             raise ValueError(f"jsd_beta is {jsd_beta}; expected above 0 (signal: forward_kl) and below 1 (reverse_kl)")
         self.beta, self.jsd_beta, self.centred = beta, jsd_beta, centred

@@ -58,7 +58,8 @@ class SelfTeacher(ConfigRepr):
         return {}
 
     def build(self, algorithm: Algorithm) -> None:
-        if self.weights == "ema":  # a whole copy: load_frozen would return an adapted policy's base
+        if self.weights == "ema" and algorithm.average is None:
+            # A whole copy: load_frozen would return an adapted policy's base.
             algorithm.average = load_frozen_lm(algorithm.policy_path, "float32", algorithm.attention)
         for name, (folder, dtype) in self.frozen_models(algorithm).items():
             if name != "average" and getattr(algorithm, name, None) is None:
@@ -162,6 +163,14 @@ class TaughtTransform(AdvantageTransform):
             raise ValueError(
                 f"advantage_transforms: {len(names)} have teachers, with the names {names}; give each its own name"
             )
+        for field in ("server", "self_teacher", "prompts"):
+            mine = getattr(self, field)
+            shared = [t.name for t in taught if mine is not None and getattr(t, field) is mine]
+            if len(shared) > 1:
+                raise ValueError(
+                    f"advantage_transforms: {' and '.join(map(str, shared))} share one {field}, which counts what it "
+                    "was asked in an iteration; give each its own"
+                )
         averaging(algorithm)
         if algorithm.teacher_path is None:
             algorithm.teacher_path = self.teacher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class TurnRow:
     """A turn with at least one sampled token, and its place in the batch and in its episode."""
 
     row: int  # of the batch
-    column: int  # its number among the row's turns with tokens, from 0
+    column: int | None  # its number among the row's turns with the policy's tokens, from 0; None for a guide's turn
     number: int  # its number among all turns of the episode, from 0
     turn: Turn
     episode: Trajectory
@@ -66,9 +67,10 @@ class TurnRow:
 def turns_by_row(trajectories: Sequence[Trajectory]) -> Iterator[TurnRow]:
     """Yield a ``TurnRow`` for each turn with tokens, row by row. A row is a trajectory or some of its turns."""
     for row, t in enumerate(trajectories):
-        kept = [(k, turn) for k, turn in enumerate(t.turns) if turn.end > turn.start]
-        for column, (k, turn) in enumerate(kept):
-            yield TurnRow(row, column, k + (t.row or 0), turn, t.episode or t)
+        columns = itertools.count()
+        for k, turn in enumerate(t.turns):
+            if turn.end > turn.start:
+                yield TurnRow(row, None if turn.guided else next(columns), k + (t.row or 0), turn, t.episode or t)
 
 
 def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
@@ -76,7 +78,8 @@ def turn_numbers(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tenso
     index = turn_index(batch.mask, turn_starts(trajectories, batch))
     numbers = torch.zeros((len(trajectories), int(index.max()) + 1 if index.numel() else 1), dtype=torch.int64)
     for turn in turns_by_row(trajectories):
-        numbers[turn.row, turn.column + 1] = turn.number + 1
+        if turn.column is not None:
+            numbers[turn.row, turn.column + 1] = turn.number + 1
     return numbers.to(index.device).gather(1, index)
 
 
@@ -89,7 +92,9 @@ class TurnAdvantages(AdvantageTransform):
     The advantages are the same whether every turn has its own prompt (a row each, as published) or all turns are one
     conversation.
 
-    Logged: ``train/invalid_actions`` (share of turns).
+    A guide's turns are compared like the others and get no advantage.
+
+    Logged: ``train/invalid_actions`` (share of the policy's turns).
 
     Args:
         group_statistics: mean and std over ``rows`` (all turns of the group, so long trajectories weigh more: as
@@ -109,17 +114,20 @@ class TurnAdvantages(AdvantageTransform):
     def check(self, algorithm: Algorithm) -> None:
         if algorithm.advantage != "std":
             raise ValueError(f"advantage is {algorithm.advantage!r}; turns are compared by std, see group_statistics")
+        if self.invalid_coef and not algorithm.use_grpo:
+            raise ValueError(f"invalid_coef is {self.invalid_coef}: no effect with use_grpo: false; leave it out")
 
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories, tokens = batch.trajectories, batch.tokens
         turns = list(turns_by_row(trajectories))
         invalid = torch.tensor([float(turn.invalid) for turn in turns])
-        batch.algorithm.metrics.mean("train/invalid_actions", invalid.sum(), len(turns))
-        values = self.turn_values(batch.algorithm, turns, self.invalid_coef * invalid)
+        own = [i for i, turn in enumerate(turns) if turn.column is not None]
+        batch.algorithm.metrics.mean("train/invalid_actions", invalid[own].sum(), len(own))
+        values = self.turn_values(batch.algorithm, turns, self.invalid_coef * invalid)[own]
         index = turn_index(tokens.mask, turn_starts(trajectories, tokens))
         table = torch.zeros((len(trajectories), int(index.max()) if index.numel() else 0))
-        rows = torch.tensor([turn.row for turn in turns], dtype=torch.int64)
-        table[rows, torch.tensor([turn.column for turn in turns], dtype=torch.int64)] = values.float()
+        places = torch.tensor([(turns[i].row, turns[i].column) for i in own], dtype=torch.int64).reshape(-1, 2)
+        table[places[:, 0], places[:, 1]] = values.float()
         return spread_turns(table.to(tokens.mask.device), index) * tokens.mask
 
     def turn_values(self, algorithm: Algorithm, turns: Sequence[TurnRow], penalties: Tensor) -> Tensor:

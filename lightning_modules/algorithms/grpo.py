@@ -234,8 +234,8 @@ class GRPO(OnPolicyModule):
         old = now if inputs.old_logprobs is None else inputs.old_logprobs
         policy = self.add_losses(policy, MicroBatch(self, outputs, own, weights), inputs.transforms)
         clipped = losses.clip_events(now, old, inputs.advantages, self.clip_low, self.clip_high)
-        self.metrics.mean("train/clip_fraction", (clipped * batch.mask).sum(), batch.mask.sum())
-        self.metrics.maximum("train/ratio_max", (losses.importance_ratio(now, old) * batch.mask).max())
+        self.metrics.mean("train/clip_fraction", (clipped * weights.mask).sum(), weights.mask.sum())
+        self.metrics.maximum("train/ratio_max", (losses.importance_ratio(now, old) * weights.mask).max())
         return {"policy": policy}
 
     def log_batch(self, trajectories: Sequence[Trajectory], batch: TokenBatch, scores: LogprobBatch) -> None:

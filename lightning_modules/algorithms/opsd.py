@@ -42,5 +42,7 @@ class OPSD(GRPO):
     ) -> None:
         prompts, weights = PrivilegedPrompts(privilege, template), mode_weights(opd_mode, {})
         distils = opd_mode != "none" and not is_zero(opd_coef)
+        if not distils and adv_clamp is not None:
+            raise ValueError(f"adv_clamp: no effect with opd_coef {opd_coef} and opd_mode {opd_mode}")
         signal = [Distillation(policy, None, prompts, weights, opd_coef, adv_clamp)] if distils else []
         super().__init__(policy=policy, advantage_transforms=[*signal], **kwargs)

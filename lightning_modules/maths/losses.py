@@ -45,7 +45,7 @@ class TokenWeights(RowTensors):
         kept          1     0     1     1          the tokens of a ratio of whole sequences
     """
 
-    mask: Tensor  # 1: sampled
+    mask: Tensor  # 1: sampled by the policy itself, which a guide's tokens are not
     aggregation: Tensor  # share in the mean: 1 (token_mean), or 1 / tokens of the row (sequence_mean)
     correction: Tensor  # min(r, importance_cap), 0 where mask_ratio masks the token; equals the mask without options
 

@@ -188,7 +188,7 @@ def discounted_returns(rewards_R: Tensor, trajectories_R: Tensor, turns: Sequenc
 
 
 def information_gain_advantages(
-    gains: Sequence[Sequence[float]],
+    gains: Sequence[Sequence[float | None]],
     outcomes: Sequence[float],
     groups: Sequence[str],
     gamma: float = 1.0,
@@ -204,7 +204,7 @@ def information_gain_advantages(
     [[-0.9999400..., 0.0], [0.9999400..., 0.0]]
 
     Args:
-        gains: of each trajectory, one per turn but the last.
+        gains: of each trajectory, one per turn but the last; None where it is not known: z = 0, and no mean has it.
         outcomes: of each trajectory.
         groups: of each trajectory.
         gamma: discount per turn.
@@ -218,13 +218,14 @@ def information_gain_advantages(
         raise ValueError(f"unknown pool '{pool}'; expected separate or joint")
     found: list[list[float]] = [[] for _ in groups]
     for rows in _members(groups):
-        ends, turns = [outcomes[row] for row in rows], [gain for row in rows for gain in gains[row]]
+        ends, turns = [outcomes[row] for row in rows], [gain for row in rows for gain in gains[row] if gain is not None]
         of_ends, of_turns = (ends, turns) if pool == "separate" else ([*ends, *turns],) * 2
         for row in rows:
             following = _standardised(outcomes[row], of_ends)
             found[row] = [following]
             for gain in reversed(gains[row]):
-                following = _standardised(gain, of_turns) + gamma * following
+                z = 0.0 if gain is None else _standardised(gain, of_turns)
+                following = z + gamma * following
                 found[row].insert(0, following)
     return found
 

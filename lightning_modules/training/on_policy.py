@@ -437,11 +437,11 @@ class OnPolicyModule(PolicyModule):
         with torch.no_grad():
             scores = self.score(usable, batch)
             inputs = self.compute_advantages(usable, own, scores)
-            weights = self.token_weights(batch, scores)
+            weights = dataclasses.replace(self.token_weights(batch, scores), mask=own.mask)
         advantages = getattr(inputs, "advantages", None)
         if isinstance(advantages, Tensor) and "train/advantage_abs" not in self.metrics:
             by_token = advantages if advantages.dim() == 2 else advantages[:, None]
-            self.metrics.mean("train/advantage_abs", (by_token.abs() * batch.mask).sum(), batch.mask.sum())
+            self.metrics.mean("train/advantage_abs", (by_token.abs() * own.mask).sum(), own.mask.sum())
         version = self.trainer.global_step
         self._seen = TokenStats(torch.zeros_like(batch.mask), torch.zeros_like(batch.mask))
         self.update(batch, inputs, weights, positions)
@@ -452,7 +452,7 @@ class OnPolicyModule(PolicyModule):
         for transform in self.advantage_transforms:
             transform.after_update(self)
         log_rollout(self.metrics, trajectories)
-        self.log_batch(usable, batch, scores)
+        self.log_batch(usable, own, scores)
         metrics = self.metrics.reduce()
         self._warn_of_zero_variance_groups(metrics)
         shown = {k: v for k, v in metrics.items() if k in self.PROGRESS}
@@ -555,7 +555,8 @@ class OnPolicyModule(PolicyModule):
             for seen, said in ((self._seen.logprobs, stats.logprobs), (self._seen.entropy, stats.entropy)):
                 seen[group, :length] = said.detach()[: len(group)]  # no rows: a stand-in of one
             outputs = PolicyOutputs(stats.logprobs, stats.entropy, values, stats.read)
-            sums = self.loss(outputs, micro, own, weights.rows(group, length))
+            of_tokens = weights.rows(group, length)
+            sums = self.loss(outputs, micro, own, of_tokens)
             if sums.keys() != counts.keys():
                 raise ValueError(
                     f"loss sums {sorted(sums)}, but streams divides {sorted(counts)}; name the same in both"
@@ -563,7 +564,7 @@ class OnPolicyModule(PolicyModule):
             means = {f"train/loss_{name}": sums[name] / count.clamp(min=1e-8) for name, count in counts.items()}
             if backward:
                 optimisation.backward(self, cast("Tensor", sum(means.values())))
-            self.metrics.mean("train/entropy", (stats.entropy * micro.mask).sum(), micro.mask.sum())
+            self.metrics.mean("train/entropy", (stats.entropy * of_tokens.mask).sum(), of_tokens.mask.sum())
             for name, mean in means.items():  # the mean over ranks and mini-batches of a sum over micro-batches
                 self.metrics.mean(name, mean, 0.0)
             yield [self._rows[i] for i in group], {name: mean.detach() for name, mean in means.items()}

@@ -93,13 +93,16 @@ def step(
 def clip_gradients(module: L.LightningModule, parts: Mapping[str, nn.Module], max_norm: float) -> dict[str, Any]:
     """Clip each part's gradient to ``max_norm`` (0 or less: only measure) and return the norms before clipping.
 
-    Returns nothing under DeepSpeed, whose engine clips all parts jointly during its step; see ``engine_norm``.
+    Under float16 with a loss scaler the gradients are still scaled, so the limit is, too. Returns nothing under
+    DeepSpeed, whose engine clips all parts jointly during its step; see ``engine_norm``.
     """
     if under_deepspeed(module):
         return {}
     limit = max_norm if max_norm > 0 else float("inf")
+    scaler: Any = getattr(module.trainer.precision_plugin, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale()
     return {
-        name: nn.utils.clip_grad_norm_([p for p in part.parameters() if p.grad is not None], limit)
+        name: nn.utils.clip_grad_norm_([p for p in part.parameters() if p.grad is not None], limit * scale) / scale
         for name, part in parts.items()
     }
 

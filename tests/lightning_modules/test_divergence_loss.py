@@ -19,7 +19,9 @@ from lightning_modules.advantage_transforms.distillation import (
 )
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher
+from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
 from lightning_modules.algorithms.grpo import GRPO
+from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, token_batch
@@ -93,7 +95,8 @@ CASES += [("reverse_kl", 7, "student", "tail"), ("forward_kl", 7, "teacher", "le
 
 @pytest.mark.parametrize(("name", "k", "support", "rest"), CASES)
 def test_the_gradient_of_the_slow_form(model_dir, teacher_dir, gradients, name, k, support, rest):
-    options = {"divergence": name, "jsd_beta": 0.3, "top_k": k, "support": support, "rest": rest, "coef": 0.5}
+    options = {"divergence": name, "top_k": k, "support": support, "rest": rest, "coef": 0.5}
+    options |= {"jsd_beta": 0.3} if name == "jsd" else {}
     trainer = fit(module_of(model_dir, DivergenceLoss(str(teacher_dir), **options)), [rows()])
     batch = collate(rows())
     p, student = logprobs_of(model_dir, batch)
@@ -420,7 +423,18 @@ def test_the_moving_average_teaches_and_moves_once(model_dir, gradients):
     assert float(trainer.callback_metrics["train/two/divergence"]) > 1e-5
 
 
+SHARED = SelfTeacher("ema")
 REFUSED = {
+    "one and two share one self_teacher": lambda: GRPO(
+        "p", advantage_transforms=[DivergenceLoss(self_teacher=SHARED, name=name) for name in ("one", "two")]
+    ),
+    "jsd_beta is 0.1: no effect with divergence reverse_kl": lambda: DivergenceLoss("t", jsd_beta=0.1),
+    "skew_alpha is 0.7: no effect with divergence jsd": lambda: DivergenceLoss("t", divergence="jsd", skew_alpha=0.7),
+    "they do not apply to the loss of DivergenceLoss": lambda: GRPO(
+        "p", use_grpo=False, importance_cap=2.0, advantage_transforms=[DivergenceLoss("t")]
+    ),
+    "invalid_coef is 0.3: no effect with use_grpo: false": lambda: EpisodeGRPO("p", use_grpo=False, invalid_coef=0.3),
+    "adv_clamp: no effect with opd_coef 1.0 and opd_mode none": lambda: OPSD("p", opd_mode="none", adv_clamp=5.0),
     "top_k is null and the self-teacher has the current weights": lambda: GRPO(
         "p", num_mini_batches=2,
         advantage_transforms=[DivergenceLoss(self_teacher=SelfTeacher(), prompts=object(), top_k=None)],

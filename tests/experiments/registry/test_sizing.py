@@ -269,6 +269,13 @@ def test_command(capsys, monkeypatch, tmp_path):
         assert message in capsys.readouterr().err
 
 
+def test_a_model_folder_of_another_type_is_one_message(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text", "num_attention_heads": 8}')
+    assert main(["size", "my_grpo", "--gpu", "4090", "--paths.model", str(tmp_path), "--paths.tools", "none"]) == 2
+    said = capsys.readouterr().err
+    assert "model_type is 'qwen3_5_text'; sizes are known of qwen2, qwen3 and llama. Give a model of these" in said
+
+
 def test_a_run_on_this_machines_cores(capsys, monkeypatch, tmp_path):
     """Of a model that no stage has made yet. Without a GPU there is one column, and no sleeping engine."""
     monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path))

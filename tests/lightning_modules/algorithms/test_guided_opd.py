@@ -1,19 +1,29 @@
 """Guided-OPD: the policy's turns are distilled, the guide's are imitated and never reinforced."""
 
 import dataclasses
+import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_modules.advantage_transforms.distillation import Distillation
+from lightning_modules.advantage_transforms.distillation import (
+    DecayAfterError,
+    Distillation,
+    MaskAfterError,
+    spread_by_row,
+    weigh_turns,
+)
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.guided_turns import GuidedTurns, of_policy
+from lightning_modules.advantage_transforms.turns import turn_numbers
+from lightning_modules.algorithms.episode_grpo import EpisodeGRPO, GiGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import PolicyOutputs, collate
 from lightning_modules.maths.losses import LossInputs, TokenWeights
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
+from rollout.trajectory import Action, ActionKind
 from tests.lightning_modules.helpers import fit, make_group
 
 
@@ -91,14 +101,67 @@ def test_what_is_logged_concerns_the_policy_s_tokens(model_dir, teacher_dir):
     guided = marks(made, batch)
     with torch.no_grad():
         s, t = (token_logprobs(load_causal_lm(str(m)), batch).logprobs for m in (model_dir, teacher_dir))
+        entropy = token_logprobs(load_causal_lm(str(model_dir)), batch).entropy
     transforms = [Distillation(str(teacher_dir)), GuidedTurns()]
     module = GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False, num_mini_batches=1)
     figures = {name: float(value) for name, value in fit(module, [made]).callback_metrics.items()}
     own = batch.mask * (1 - guided)
+    assert figures["train/response_tokens"] == pytest.approx(float(own.sum()) / len(made))
+    assert figures["train/entropy"] == pytest.approx(float((entropy * own).sum() / own.sum()), rel=1e-5)
     gap = (s - batch.sampler_logprobs).abs()
     assert figures["train/logprob_gap"] == pytest.approx(float((gap * own).sum() / own.sum()), rel=1e-4)
     assert figures["train/opd_log_ratio"] == pytest.approx(float(((t - s) * own).sum() / own.sum()), rel=1e-4)
     assert figures["train/opd_advantage_abs"] == pytest.approx(float(((t - s).abs() * own).sum() / own.sum()), rel=1e-4)
+
+
+def test_clipping_is_counted_on_the_policy_s_tokens():
+    """All of them are beyond the clip, and the guide's have moved by e^3."""
+    made = rows()
+    batch = collate(made)
+    own, module = batch.mask * (1 - marks(made, batch)), GRPO("p")
+    now = torch.full_like(batch.mask, -1.0)
+    old = now - torch.where(own != 0, 0.5, 3.0)
+    inputs = LossInputs(own, old, None, (), None)
+    module.loss(PolicyOutputs(now, now * 0, None), batch, inputs, TokenWeights(own, batch.mask, batch.mask))
+    figures = module.metrics.reduce()
+    assert figures["train/clip_fraction"] == pytest.approx(1)
+    assert figures["train/ratio_max"] == pytest.approx(math.exp(0.5))
+
+
+def mixed(played):
+    """A group of three turns each, one of them invalid; the guide has played the turns ``played`` of two rows."""
+    made = make_group(random.Random(1), "a", [1, 0, 1, 0])
+    turns = [
+        tuple(
+            dataclasses.replace(
+                turn,
+                guided=t.index < 2 and k in played,
+                action=Action(ActionKind.INVALID if k == t.index % 3 else ActionKind.ANSWER),
+            )
+            for k, turn in enumerate(t.turns)
+        )
+        for t in made
+    ]
+    return [t.replace(turns=own) for t, own in zip(made, turns, strict=True)]
+
+
+@pytest.mark.parametrize("played", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_a_turn_has_the_same_advantage_whoever_played_the_others(played):
+    """Turns of the guide are compared, too, and have no advantage themselves."""
+    made, plain = mixed(played), mixed(())
+    whole, own = collate(plain), of_policy(made, collate(made))
+    for module in (EpisodeGRPO("p", invalid_coef=0.5), GiGPO("p", invalid_coef=0.5)):
+        expected = module.outcome_advantages(plain, whole, SimpleNamespace())
+        assert expected.unique().numel() > 3
+        assert torch.allclose(module.outcome_advantages(made, own, SimpleNamespace()), expected * own.mask)
+    assert torch.equal(turn_numbers(made, own), turn_numbers(plain, whole) * (own.mask != 0))
+    values = [[10.0, 20.0, 30.0]] * len(made)
+    assert torch.equal(spread_by_row(values, made, own), spread_by_row(values, plain, whole) * own.mask)
+    for weighting in (MaskAfterError(), DecayAfterError(0.5)):
+        expected = weigh_turns([weighting], plain, whole, whole.mask, whole.mask).weights_BT
+        found = weigh_turns([weighting], made, own, own.mask, own.mask).weights_BT
+        assert len(expected.unique()) > 2 or isinstance(weighting, MaskAfterError)
+        assert torch.equal(found, expected * own.mask)
 
 
 @pytest.mark.parametrize(

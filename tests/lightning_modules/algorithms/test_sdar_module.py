@@ -149,7 +149,8 @@ SIGNALS = {
 def test_signals_of_divergences_without_a_gate(model_dir, signal, clip):
     """True OPSD is reverse_kl without a gate: -sg(Delta) log pi."""
     batch = collate(episodes(model_dir, None)[0])
-    module = SDAR("p", skills=skills(), gate="none", signal=signal, jsd_beta=0.3, skills_coef=1.0, clip_signal=clip)
+    jsd = {"jsd_beta": 0.3} if signal == "jsd" else {}
+    module = SDAR("p", skills=skills(), gate="none", signal=signal, skills_coef=1.0, clip_signal=clip, **jsd)
     inputs, outputs = inputs_and_outputs(batch)
     gap = inputs.transforms[1].skill_teacher_logprobs - outputs.logprobs.detach()
     expected = -SIGNALS[signal](gap) * batch.mask

@@ -77,10 +77,11 @@ def test_a_turn_s_gain_is_that_of_the_gold_answer(model_dir, protocol, gain):
     assert figures["train/information_gain"] == pytest.approx(mean, abs=1e-4) and batch.mask.any()
 
 
-def test_without_a_gold_answer_the_outcome_alone_counts(model_dir, protocol):
+@pytest.mark.parametrize("pool", ["separate", "joint"])
+def test_without_a_gold_answer_the_outcome_alone_counts(model_dir, protocol, pool):
     data = Data(protocol)
     data.rows = [t.replace(task=dataclasses.replace(t.task, golden_answers=())) for t in data.rows]
-    module = GRPO(str(model_dir), advantage_transforms=[InformationGain()], lr=1e-3)
+    module = GRPO(str(model_dir), advantage_transforms=[InformationGain(pool=pool)], lr=1e-3)
     train(module, data)
     for t, page in module.last_token_values:
         found = {round(page["advantages"][turn.start], 4) for turn in t.turns}

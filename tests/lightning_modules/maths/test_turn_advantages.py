@@ -222,6 +222,15 @@ def test_information_gain_by_hand():
 
 
 @pytest.mark.parametrize("pool", ["separate", "joint"])
+def test_gains_that_are_not_known_are_in_no_mean(pool):
+    """Turns without a gain have the advantage of the outcome; the others are as if these had no turns but the last."""
+    outcomes, groups = [1.0, 0.0, 1.0], ["g"] * 3
+    found = information_gain_advantages([[0.2], [0.4, 0.1], [None, None]], outcomes, groups, pool=pool)
+    expected = information_gain_advantages([[0.2], [0.4, 0.1], []], outcomes, groups, pool=pool)
+    assert found == [*expected[:2], expected[2] * 3]
+
+
+@pytest.mark.parametrize("pool", ["separate", "joint"])
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 def test_information_gain_against_a_slow_form_and_in_any_order(pool, gamma):
     rng = random.Random(0)

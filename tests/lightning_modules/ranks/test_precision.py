@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.sft import SFT
@@ -50,6 +51,19 @@ def test_the_second_mini_batch_sees_the_first_ones_update(model_dir):
     trainer = fit(GRPO(str(model_dir), lr=1e-3, num_mini_batches=1, epochs=2), [rows], **BF16)
     assert float(trainer.callback_metrics["train/ratio_max"]) > 1.01
     assert float(trainer.callback_metrics["train/grad_norm"]) > 0
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.05])
+def test_a_loss_scaler_changes_neither_the_norm_nor_the_clip(model_dir, limit):
+    """float16's gradients are multiplied by 65,536 until the optimiser's step."""
+    rows, found = make_group(random.Random(0), "q", [1, 0, 0, 1, 1, 0]), []
+    scaled = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+    for options in ({}, scaled):
+        module = GRPO(str(model_dir), lr=1e-3, num_mini_batches=1, max_grad_norm=limit)
+        start = {k: v.detach().clone() for k, v in named_weights(load_causal_lm(str(model_dir)))}
+        norm = float(fit(module, [rows], **options).callback_metrics["train/grad_norm"])
+        found.append((norm, sum(float((v - start[k]).abs().sum()) for k, v in module.policy_weights())))
+    assert found[0][0] > 0.05 and found[1] == pytest.approx(found[0], rel=0.05)
 
 
 LOSSY = [("bfloat16", "32-true"), ("bfloat16", "bf16-mixed"), ("float32", "bf16-true")]
