@@ -73,6 +73,7 @@ def results_page(
         of.setdefault(result["method"], []).append(result)
     about = of[method][0]
     lead, appendix, closing = notes.partition("## Appendix\n")
+    kept = all("questions" in o for o in objects)
     different = differing((o["method"], o.get("test_set")) for o in objects)
     sections = [
         f"# {experiment}\n",
@@ -90,8 +91,8 @@ def results_page(
         else "",
         f"## Reproduce\n\n{fenced(command)}",
         f"{len(objects)} stages, {duration(sum(result['seconds'] for result in objects))} together. "
-        f"{provenance(objects)} [{experiment}.json]({experiment}.json): scores, metrics, time, command and commit of "
-        f"each method and seed. {_kept(objects)}\n",
+        f"{provenance(objects)} Data: [{experiment}.json]({experiment}.json)"
+        f"{'' if kept else '. The values of single questions were not kept'}.\n",
         f"{appendix}{closing.rstrip()}\n" if appendix else "",
     ]
     return "\n".join(section for section in sections if section)
@@ -126,15 +127,6 @@ def short_commit(commit: str) -> str:
     """Return a commit's short name, such as ``5577e62``, or ``5577e62+`` if the working tree had changes."""
     name, _, changes = commit.partition("+")
     return name[:7] + ("+" if changes else "")
-
-
-def _kept(objects: Sequence[Result]) -> str:
-    if all("questions" in o for o in objects):
-        return (
-            "Its `questions` have the values behind all intervals, packed by `question_values.packed`: the distinct "
-            "numbers, a bar, and the index of each question's number in base 62."
-        )
-    return "The values of single questions were not kept, so the intervals cannot be computed again."
 
 
 def _method_table(of: Mapping[str, Sequence[Result]], about: Result, score: Score) -> str:
