@@ -107,7 +107,7 @@ def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done,
     path.write_text(page.replace("# arpo\n", "# arpo\n\n**Findings**\n") + "\n## Appendix\n\nNotes.\n")
     run(context)
     assert path.read_text().startswith("# arpo\n\n**Findings**\n\n## Results\n"), "written parts stay"
-    assert path.read_text().endswith("in base 62.\n\n## Appendix\n\nNotes.\n")
+    assert path.read_text().endswith("Data: [arpo.json](arpo.json).\n\n## Appendix\n\nNotes.\n")
 
 
 def test_gates_of_all_seeds_are_measured_before_anything_trains(workshop, model_dir, monkeypatch):
