@@ -85,10 +85,7 @@ def results_page(
         f"{score.meaning}\n" if score.meaning else "",
         _metric_table(of, columns, score),
         f"## Gates\n\n{gates.strip()}\n" if gates else "",
-        f"## Curves\n\nLines: means over seeds. Bands: from the lowest to the highest seed.\n\n"
-        f"![curves]({experiment}_curves.png)\n"
-        if curves
-        else "",
+        f"## Curves\n\n![curves]({experiment}_curves.png)\n" if curves else "",
         f"## Reproduce\n\n{fenced(command)}",
         f"{len(objects)} stages, {duration(sum(result['seconds'] for result in objects))} together. "
         f"{provenance(objects)} Data: [{experiment}.json]({experiment}.json)"
