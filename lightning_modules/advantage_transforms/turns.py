@@ -114,8 +114,6 @@ class TurnAdvantages(AdvantageTransform):
     def check(self, algorithm: Algorithm) -> None:
         if algorithm.advantage != "std":
             raise ValueError(f"advantage is {algorithm.advantage!r}; turns are compared by std, see group_statistics")
-        if self.invalid_coef and not algorithm.use_grpo:
-            raise ValueError(f"invalid_coef is {self.invalid_coef}: no effect with use_grpo: false; leave it out")
 
     def assign_credit(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         trajectories, tokens = batch.trajectories, batch.tokens

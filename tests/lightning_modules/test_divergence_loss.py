@@ -19,7 +19,6 @@ from lightning_modules.advantage_transforms.distillation import (
 )
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher
-from lightning_modules.algorithms.episode_grpo import EpisodeGRPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
@@ -433,7 +432,6 @@ REFUSED = {
     "they do not apply to the loss of DivergenceLoss": lambda: GRPO(
         "p", use_grpo=False, importance_cap=2.0, advantage_transforms=[DivergenceLoss("t")]
     ),
-    "invalid_coef is 0.3: no effect with use_grpo: false": lambda: EpisodeGRPO("p", use_grpo=False, invalid_coef=0.3),
     "adv_clamp: no effect with opd_coef 1.0 and opd_mode none": lambda: OPSD("p", opd_mode="none", adv_clamp=5.0),
     "top_k is null and the self-teacher has the current weights": lambda: GRPO(
         "p", num_mini_batches=2,
