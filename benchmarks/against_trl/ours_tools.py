@@ -69,7 +69,7 @@ def prepare(
         tasks = make_questions(prompts, draw)
     else:
         (folder / MODEL).symlink_to(Path(model).absolute())
-        asked = OmegaConf.load(SETTING).values.rollouts.init_args.protocol.init_args.instruction
+        asked = OmegaConf.load(SETTING)["values"].rollouts.init_args.protocol.init_args.instruction
         tasks = [
             dataclasses.replace(task, question=asked.replace("{question}", task.question))
             for task in load_tasks(questions)[:prompts]

@@ -22,6 +22,24 @@ from benchmarks.against_trl.cases import Inputs, reward
 from benchmarks.against_trl.theirs import LOSSES, SCALES, Clock, observe, training_options
 from benchmarks.against_trl.tool_cases import CALLS, MODEL, RESULT, ToolCase
 
+# SmolLM2's chat template with calls and results in the form of our side (Hermes), and no schemas.
+TEMPLATE = """{%- for m in messages %}
+{%- if loop.first and m.role != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}
+{%- endif %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
 
 def every_turn_calls(*_: Any, **__: Any) -> dict[str, Any]:
     """Replaces TRL's ``parse_response`` and reads every turn as a call, because random weights never write one."""
@@ -61,6 +79,8 @@ def measure(case: ToolCase, folder: Path, inputs: Inputs) -> dict[str, Any]:
     model = str(folder / MODEL)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_schema = {}  # unused, but TRL requires one
+    if "tool_calls" not in tokenizer.chat_template:  # SmolLM2's, which TRL refuses
+        tokenizer.chat_template = TEMPLATE
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in inputs.prompts]})
     trainer = GRPOTrainer(
         model, reward_funcs=rewards, args=config, train_dataset=dataset, processing_class=tokenizer, tools=[search]
