@@ -32,7 +32,7 @@ from lightning_modules.maths.divergences import (
     Rest,
     log_distributions,
     make_divergence,
-    refuse_idle,
+    refuse_unused,
     with_rest,
 )
 from lightning_modules.maths.losses import importance_ratio, masked_sum
@@ -116,7 +116,7 @@ class DivergenceLoss(TaughtTransform):
         super().__init__(teacher, server, self_teacher, prompts, tasks, name)
         if is_zero(coef):
             raise ValueError("coef is 0, so that the teacher has no effect; expected above 0, or no DivergenceLoss")
-        refuse_idle(divergence, jsd_beta, skew_alpha)
+        refuse_unused(divergence, jsd_beta, skew_alpha)
         self.divergence, self.jsd_beta, self.skew_alpha = divergence, jsd_beta, skew_alpha
         self._divergence: Divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.top_k = top_k

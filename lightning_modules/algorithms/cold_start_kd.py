@@ -18,7 +18,7 @@ from lightning_modules.maths.divergences import (
     forward_kl,
     log_distributions,
     make_divergence,
-    refuse_idle,
+    refuse_unused,
     taid,
 )
 from lightning_modules.models.policy import (
@@ -91,7 +91,7 @@ class ColdStartKD(SupervisedModule):
         if divergence == "taid":  # the number of steps is known once training starts
             self.taid = TAIDSchedule(1, t_start=taid_t_start, alpha=taid_alpha, beta=taid_beta)
         else:
-            refuse_idle(divergence, jsd_beta, skew_alpha)
+            refuse_unused(divergence, jsd_beta, skew_alpha)
             self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.teacher_dtype: DType = teacher_dtype
         self.teacher: PreTrainedModel = cast("Any", None)  # built in build_models

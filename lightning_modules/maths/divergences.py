@@ -187,7 +187,7 @@ def make_divergence(name: DivergenceName, *, beta: float = 0.5, alpha: float = 0
     return known[name]
 
 
-def refuse_idle(name: str, beta: float, alpha: float) -> None:
+def refuse_unused(name: str, beta: float, alpha: float) -> None:
     """Raise ValueError if ``jsd_beta`` or ``skew_alpha`` is not the default and the divergence does not read it."""
     if beta != 0.5 and name != "jsd":
         raise ValueError(f"jsd_beta is {beta}: no effect with divergence {name}; leave it out")

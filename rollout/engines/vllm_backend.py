@@ -208,7 +208,7 @@ def _report_untruncated_v2(sampler: Any) -> None:
     sampler._sample_random = sample
 
 
-def settle_amx() -> None:
+def configure_amx() -> None:
     """Ask Linux for the permission to use AMX, or let vLLM's CPU kernels leave it alone where oneDNN must
     (``ONEDNN_MAX_CPU_ISA``, which stages set) or Linux refuses. vLLM 0.32's attention asks nobody: it dies by SIGILL
     unless oneDNN has asked before."""
@@ -219,7 +219,7 @@ def settle_amx() -> None:
 
 def _prepare_cpu(max_length: int) -> dict[str, Any]:
     """Configure vLLM for a machine without a GPU, and return further arguments of ``EngineArgs``."""
-    settle_amx()
+    configure_amx()
     # Do not compile: a few decorated functions would cost 2 s at the first token.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # exactness was measured with the first model runner

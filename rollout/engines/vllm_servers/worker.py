@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.engines.vllm_backend import WorkerExtension, repack_tied_head, settle_amx
+from rollout.engines.vllm_backend import WorkerExtension, configure_amx, repack_tied_head
 from rollout.engines.vllm_servers.flags import FILES
 from rollout.engines.weights.files import PREFIX, WeightFiles, digest_of_folder, names_and_shapes
 
@@ -160,7 +160,7 @@ def _is_ours(path: str) -> bool:
         return False
 
 
-settle_amx()
+configure_amx()
 # It warns at every push of layers without weights in the files: tied ones, and rotary embeddings.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 if FILES not in WeightTransferEngineFactory._registry:
