@@ -104,8 +104,10 @@ def make_module(case: Case, folder: Path, inputs: Inputs) -> PolicyModule:
         advantage, aggregation = case.advantage, case.aggregation
         options = {"dual_clip": None, "num_mini_batches": case.num_mini_batches, "epochs": case.passes}
         return GRPO(student, advantage=advantage, aggregation=aggregation, **options, **common)
-    options = {"divergence": DIVERGENCES.get(case.beta, "jsd"), "jsd_beta": case.beta, "schedule": "constant"}
-    return ColdStartKD(student, f"{student}_teacher", ce_coef=0.0, **options, **common)
+    kind = {"divergence": DIVERGENCES.get(case.beta, "jsd")}
+    if case.beta not in DIVERGENCES:
+        kind["jsd_beta"] = case.beta
+    return ColdStartKD(student, f"{student}_teacher", ce_coef=0.0, schedule="constant", **kind, **common)
 
 
 def given_batch(case: Case, inputs: Inputs) -> list[Trajectory]:

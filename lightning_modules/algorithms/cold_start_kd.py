@@ -88,10 +88,13 @@ class ColdStartKD(SupervisedModule):
         self.teacher_path = teacher
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
         self.taid: TAIDSchedule | None = None
+        refuse_unused(divergence, jsd_beta, skew_alpha)
+        taid = (taid_t_start, taid_alpha, taid_beta)
+        if divergence != "taid" and taid != (0.4, 5e-4, 0.99):
+            raise ValueError(f"taid_t_start, _alpha, _beta are {taid}: no effect with divergence {divergence}")
         if divergence == "taid":  # the number of steps is known once training starts
             self.taid = TAIDSchedule(1, t_start=taid_t_start, alpha=taid_alpha, beta=taid_beta)
         else:
-            refuse_unused(divergence, jsd_beta, skew_alpha)
             self.divergence = make_divergence(divergence, beta=jsd_beta, alpha=skew_alpha)
         self.teacher_dtype: DType = teacher_dtype
         self.teacher: PreTrainedModel = cast("Any", None)  # built in build_models

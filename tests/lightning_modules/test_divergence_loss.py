@@ -19,6 +19,7 @@ from lightning_modules.advantage_transforms.distillation import (
 )
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher
+from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
@@ -429,6 +430,8 @@ REFUSED = {
     ),
     "jsd_beta is 0.1: no effect with divergence reverse_kl": lambda: DivergenceLoss("t", jsd_beta=0.1),
     "skew_alpha is 0.7: no effect with divergence jsd": lambda: DivergenceLoss("t", divergence="jsd", skew_alpha=0.7),
+    "jsd_beta is 0.1: no effect with divergence taid": lambda: ColdStartKD("p", "t", divergence="taid", jsd_beta=0.1),
+    "no effect with divergence forward_kl": lambda: ColdStartKD("p", "t", taid_t_start=0.7),
     "they do not apply to the loss of DivergenceLoss": lambda: GRPO(
         "p", use_grpo=False, importance_cap=2.0, advantage_transforms=[DivergenceLoss("t")]
     ),

@@ -143,7 +143,8 @@ def test_checkpoint_has_no_teacher_and_resumes_exactly(model_dir, teacher_dir, t
     rows = [make_trajectories(4, seed=s) for s in range(4)]
 
     def make():  # alpha: so large that t is above its linear floor, which needs no state
-        return ColdStartKD(str(model_dir), str(teacher_dir), warmup_steps=2, divergence=divergence, taid_alpha=0.9)
+        taid = {"taid_alpha": 0.9} if divergence == "taid" else {}
+        return ColdStartKD(str(model_dir), str(teacher_dir), warmup_steps=2, divergence=divergence, **taid)
 
     whole, *_ = train(make(), rows)
     first, path = make(), tmp_path / "half.ckpt"
