@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
@@ -61,20 +61,25 @@ def other_trackers(trainer: Any, config: Mapping[str, Any]) -> Iterator[None]:
     """
     logger: Any = trainer.logger
     names = getattr(logger, "trackers", ()) if trainer.is_global_zero else ()
-    added: list[Any] = []
+    added: list[Logger] = []
+    ends: list[Callable[[], None]] = []
     if "wandb" in names:
+        import wandb
         from lightning.pytorch.loggers import WandbLogger
 
         identity = {"project": logger.name, "name": logger.version, "id": _run_id(logger.save_dir)}
         added.append(WandbLogger(**identity, save_dir=logger.save_dir, resume="allow", config=dict(config)))
+        ends.append(wandb.finish)  # nothing where no run has begun
     if "trackio" in names:
-        added.append(TrackioLogger(logger.name, f"{logger.version}-{_run_id(logger.save_dir)}", config))
+        trackio = TrackioLogger(logger.name, f"{logger.version}-{_run_id(logger.save_dir)}", config)
+        added.append(trackio)
+        ends.append(trackio.finish)
     trainer.loggers = [*trainer.loggers, *added]
     try:
         yield
     finally:
-        for other in added:
-            other.experiment.finish()
+        for end in ends:
+            end()
 
 
 def _run_id(folder: str) -> str:
@@ -112,6 +117,11 @@ class TrackioLogger(Logger):
         import trackio
 
         return trackio.init(self._project, self._run_name, config=self._config, resume="allow", embed=False)
+
+    def finish(self) -> None:
+        """End the run, if one has begun."""
+        if "experiment" in vars(self):
+            self.experiment.finish()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -55,7 +55,7 @@ class PretrainedModel:
         if self.file.suffix == ".gguf":
             model, tokenizer = _read_gguf(self.file)
         else:
-            name, _, revision = self.source.partition("@")
+            name, _, revision = (self.source, "", "") if self.file.exists() else self.source.partition("@")
             origin = {"revision": revision} if revision else {}
             tokenizer = AutoTokenizer.from_pretrained(name, **origin)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **origin)

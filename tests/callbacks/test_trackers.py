@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from callbacks.tracking import trackers
-from callbacks.tracking.trackers import tracker_names
+from callbacks.tracking.trackers import other_trackers, tracker_names
 
 TRAIN = """
 import json, sys
@@ -65,6 +66,17 @@ def test_a_run_is_in_the_chosen_trackers_and_goes_on_in_them(model_dir, tmp_path
     offline = list((folder / "wandb").glob(f"offline-run-*-{run_id}"))
     assert len(offline) == 2 and all(list(run.glob("*.wandb")) for run in offline)
     assert not (folder / "mlflow.db").exists() and not (folder / "mlflow_run_id").exists()
+
+
+def test_a_run_that_fails_before_it_logs_begins_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = SimpleNamespace(trackers=("wandb", "trackio"), name="tests", version="run", save_dir=str(tmp_path))
+    trainer = SimpleNamespace(logger=logger, loggers=[logger], is_global_zero=True)
+    with pytest.raises(ValueError, match="no such model"), other_trackers(trainer, {}):
+        raise ValueError("no such model")
+    assert len(trainer.loggers) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["tracker_run_id"]
 
 
 @pytest.mark.parametrize("value", ["tensorboard", ["mlflow", "mlflow"], [], ["mlflow", "none"]])

@@ -82,6 +82,8 @@ def test_a_gguf_file_becomes_the_model_that_it_was_and_splits_digits_as_its_toke
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.testing.assert_close(read(torch.tensor([ids])).logits, small(torch.tensor([ids])).logits)
+    folder = (tmp_path / "model").rename(tmp_path / "model@2")  # a folder, not revision 2
+    assert PretrainedModel(str(folder)).run(tmp_path / "again") == report
 
 
 def test_a_tokenizer_that_would_split_text_in_another_way_is_refused(tmp_path, small):
