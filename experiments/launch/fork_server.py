@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
@@ -84,6 +85,7 @@ class ForkedProcess:
 def _run(arguments: list[str], cwd: str, env: dict[str, str], stdout: Connection, stderr: Connection) -> None:
     """Run a Python command in the forked process, as a new interpreter would."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server may have inherited SIG_IGN, see run_child
     for target, source in ((1, stdout), (2, stderr)):
         os.dup2(source.fileno(), target)
         source.close()

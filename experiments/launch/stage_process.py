@@ -120,6 +120,8 @@ def run_child(
         fork_server: starts the child; default: a new interpreter.
         chain: position of the stage, for the screen.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background; the child inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     screen = Screen(log, chain)
     child: subprocess.Popen[bytes] | ForkedProcess
     if fork_server is not None:
@@ -193,8 +195,12 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def handling(interrupt: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager that makes Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` during the block."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Context manager that makes Ctrl-C, SIGTERM and SIGHUP call ``interrupt`` during the block.
+
+    Under nohup SIGHUP stays ignored."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     before = {s: signal.signal(s, interrupt) for s in signals}
     try:
         yield

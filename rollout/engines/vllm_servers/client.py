@@ -68,8 +68,8 @@ class Answer:
 class ServerClient:
     """HTTP client of one server.
 
-    All methods raise InfrastructureError if the server does not answer or its engine has died, and ValueError, with the
-    server's message, if it refuses the request.
+    All methods raise ServerDown if the server does not answer or its engine has died, and ValueError, with the server's
+    message, if it refuses the request.
     """
 
     def __init__(self, url: str, sessions: LoopSession, timeout_s: float, silence_s: float) -> None:
@@ -226,11 +226,11 @@ class ServerClient:
                 async with session.request(method, self.url + path, data=body, headers=headers) as response:
                     text = await response.text()
         except TimeoutError:
-            raise InfrastructureError(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+            raise ServerDown(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             raise _Disconnected(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise InfrastructureError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            raise ServerDown(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         return self._checked(path, response.status, text)
 
     def _checked(self, path: str, status: int, text: str) -> dict[str, Any]:
@@ -245,10 +245,15 @@ class ServerClient:
         said = " ".join(str(error)[:_EXCERPT].split())
         if status in (400, 413, 422):
             raise ValueError(f"{self.url}: {said}")
-        raise InfrastructureError(f"{self.url}{path}: status {status}: {said}")
+        kind = ServerDown if status >= 500 else InfrastructureError
+        raise kind(f"{self.url}{path}: status {status}: {said}")
 
 
-class _Disconnected(InfrastructureError):
+class ServerDown(InfrastructureError):
+    """A server does not answer, or its engine has died."""
+
+
+class _Disconnected(ServerDown):
     """The connection broke before an answer, as vLLM's does after an error or an idle time."""
 
 

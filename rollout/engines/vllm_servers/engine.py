@@ -18,7 +18,7 @@ from common.sessions import LoopSession
 from rollout.engines.base import Generation, SamplingParams, check_request, check_truncation
 from rollout.engines.process import check_model_folder
 from rollout.engines.vllm_servers.adapter import AdapterFolder, load_adapter
-from rollout.engines.vllm_servers.client import KEEP_ALIVE_S, Labels, OtherWeights, ServerClient
+from rollout.engines.vllm_servers.client import KEEP_ALIVE_S, Labels, OtherWeights, ServerClient, ServerDown
 from rollout.engines.vllm_servers.flags import FILES, NCCL
 from rollout.engines.vllm_servers.nccl import NCCLSender
 from rollout.engines.vllm_servers.pool import HeldWeights, ServerPool
@@ -26,7 +26,6 @@ from rollout.engines.vllm_servers.transfer import clean, load_files, require_fil
 from rollout.engines.weights.files import (
     SHARED_MEMORY,
     WeightFiles,
-    digest_of_folder,
     in_type,
     names_and_shapes,
     new_file,
@@ -127,13 +126,13 @@ class VLLMServers:
 
     # ------------------------------------------------------------------ the engine's interface
     async def start(self) -> None:
-        """Check every server, without retries, because the user is present at the start.
+        """Check every server, without retries. One that does not answer is lost from the start if another one answers.
 
         Raises:
             FileNotFoundError: the model's folder is missing or empty.
             ValueError: a server serves another model, takes shorter requests, was started with other flags, or cannot
                 read this host's shared memory.
-            InfrastructureError: a server does not answer, or requires another secret.
+            InfrastructureError: no server answers, or one requires another secret.
         """
         if self._pool is not None:
             return
@@ -144,25 +143,32 @@ class VLLMServers:
             self._servers, self._model, self.max_length, *self._shapes, backend, self.adapters, self._labels
         )
         try:
+            silent: dict[ServerClient, ServerDown] = {}
             for server in self._servers:
                 server.lost = None
-                await pool.check(server)
-                if await server.is_paused():  # a sender has disappeared
-                    await server.post("/resume")
-            if self.nccl is None and (blind := await _blind_servers(self._servers)):
+                try:
+                    await pool.check(server)
+                    if await server.is_paused():  # a sender has disappeared
+                        await server.post("/resume")
+                except ServerDown as error:
+                    silent[server] = error
+            answering = [server for server in self._servers if server not in silent]
+            if not answering:
+                raise next(iter(silent.values()))
+            if self.nccl is None and (blind := await _blind_servers(answering)):
                 raise ValueError(
                     f"{', '.join(map(str, blind))} cannot read this host's {SHARED_MEMORY} (another machine or "
                     "container), so weights cannot reach it; take transport: nccl, or start it on this host"
                 )
-            if self.adapters:
-                await _require_base(self._servers, self._model)
         except BaseException:
             await pool.close()
             await self._sessions.close()
             raise
         if self._router is not None:
-            self._router.facts = self._servers[0].facts
+            self._router.facts = answering[0].facts
         self._pool = pool
+        for server, error in silent.items():
+            pool.lose(server, str(error))
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """Sample and return a continuation of ``token_ids`` on one of the servers, see `base.Engine.generate`.
@@ -362,17 +368,6 @@ class VLLMServers:
 async def _taint(servers: Sequence[ServerClient]) -> None:
     """Tell servers that their caches may contain numbers that are not finite."""
     await asyncio.gather(*(server.call("taint") for server in servers), return_exceptions=True)
-
-
-async def _require_base(servers: Sequence[ServerClient], model: str) -> None:
-    """Raise ValueError if a server serves other weights than the policy's base, to which adapters would not fit."""
-    ours = await asyncio.to_thread(digest_of_folder, model)
-    for server in servers:
-        if (theirs := (await server.call("digest_of_folder"))[0]) != ours:
-            raise ValueError(
-                f"{server} serves other weights ({server.facts['model']}, {theirs}) than the policy's base ({model}, "
-                f"{ours}); adapters: true needs the same ones"
-            )
 
 
 async def _blind_servers(servers: Sequence[ServerClient]) -> list[ServerClient]:

@@ -25,6 +25,7 @@ from rollout.engines.vllm_servers.client import (
 )
 from rollout.engines.vllm_servers.flags import MAX_LOGPROBS
 from rollout.engines.vllm_servers.transfer import load_files, require_files
+from rollout.engines.weights.files import digest_of_folder
 from rollout.trajectory import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -305,6 +306,8 @@ class ServerPool:
         if started:
             self._require_flags(server)
             await self._require_shapes(server)
+            if self._adapters:
+                await self._require_base(server)
         if await server.held() == UNCHECKED:
             await server.post("/update_weight_version", {"new_version": START})
         server.checked = facts["instance"]
@@ -337,6 +340,14 @@ class ServerPool:
                 f"{server} serves {server.facts['model']}, another model than {self._model}: {len(wrong)} weights "
                 f"differ, first {name}: {there or 'missing'} there, {here or 'missing'} here; start it on a model of "
                 "the same configuration"
+            )
+
+    async def _require_base(self, server: ServerClient) -> None:
+        ours = await asyncio.to_thread(digest_of_folder, self._model)
+        if (theirs := (await server.call("digest_of_folder"))[0]) != ours:
+            raise ValueError(
+                f"{server} serves other weights ({server.facts['model']}, {theirs}) than the policy's base "
+                f"({self._model}, {ours}); adapters: true needs the same ones"
             )
 
     def _wake(self) -> None:

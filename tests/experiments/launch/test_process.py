@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.processes import gone_within
 
 CHILD = """
 import os, signal, sys, time
+import polars  # it chains to the handler of SIGINT that it finds
 from experiments.stages.stage import die_with_parent
 die_with_parent(int(os.environ["COMPACT_AGENTS_PARENT"]))
 if sys.argv[1] == "stubborn":
@@ -51,7 +53,7 @@ starts = pytest.mark.parametrize("start", ["interpreter", "fork"])
 class Run:
     """PARENT in a process, which runs CHILD in an interpreter of its own or as a fork."""
 
-    def __init__(self, tmp_path: Path, mode: str, start: str) -> None:
+    def __init__(self, tmp_path: Path, mode: str, start: str, ignores: tuple[signal.Signals, ...] = ()) -> None:
         child, parent = tmp_path / "child.py", tmp_path / "parent.py"
         child.write_text(textwrap.dedent(CHILD))
         parent.write_text(textwrap.dedent(PARENT))
@@ -62,6 +64,7 @@ class Run:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
             stdout=subprocess.PIPE,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignores],
         )
 
     def until(self, word: str) -> str:
@@ -79,6 +82,19 @@ def test_first_ctrl_c_lets_the_child_clean_up(tmp_path, start):
     rest = run.process.communicate(timeout=300)[0]
     assert "stopping cleanly" in rest and "cleaning up" in rest and "result 130 True" in rest
     assert "cleaning up" in run.log.read_text()
+
+
+@starts
+def test_a_job_in_the_background_stops_at_sigint_and_survives_a_hang_up(tmp_path, start):
+    """A script starts such jobs with SIGINT ignored, nohup with SIGHUP ignored."""
+    run = Run(tmp_path, "plain", start, (signal.SIGINT, signal.SIGHUP))
+    run.until("child")
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    rest = run.process.communicate(timeout=300)[0]
+    assert rest.count("stopping cleanly") == 1 and "cleaning up" in rest and "result 130 True" in rest
 
 
 @starts

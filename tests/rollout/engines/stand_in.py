@@ -43,6 +43,7 @@ class StandIn:
         self.gate, self.slow, self.calls, self.url = asyncio.Event(), asyncio.Event(), [], ""
         self.active, self.whole, self.tainted, self.instance = False, True, False, uuid.uuid4().hex
         self.adapters: dict[str, str] = {}
+        self.base = "the folder's"  # digest of the folder that it serves
         self.broken_rpc = ""  # error of every call of a worker's method
         self.announced: list[tuple[list[str], list[str], list[list[int]]]] = []
         self.facts = {
@@ -166,7 +167,7 @@ class StandIn:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
     def _digest_of_folder(self) -> str:
-        return "the folder's"
+        return self.base
 
     def _refusal_of_files(self, paths: list[str], verify: bool) -> str | None:
         return self.refuses or None

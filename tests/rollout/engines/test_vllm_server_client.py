@@ -47,7 +47,7 @@ def run(main):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(module, "check_model_folder", lambda model: None)
-    monkeypatch.setattr(module, "digest_of_folder", lambda model: "the folder's")
+    monkeypatch.setattr(pools, "digest_of_folder", lambda model: "the folder's")
     monkeypatch.setattr(pools, "LONGEST_PAUSE_S", 0.05)
 
 
@@ -174,6 +174,40 @@ def test_an_engine_that_hangs_is_found_by_its_silence(monkeypatch):
             assert engine.pool.serving == [engine.pool.servers[1]]
             first.hangs = False
             await whole(engine)
+
+    run(main)
+
+
+@pytest.mark.parametrize("fault", ["hangs", "is not there", "has died"])
+def test_a_server_that_is_down_at_the_start_is_lost_and_comes_back(monkeypatch, fault):
+    monkeypatch.setattr(clients, "CHECK_S", 2.0)
+
+    async def main():
+        async with StandIn().running() as first, StandIn().running() as second:
+            engine = VLLMServers([first.url, second.url], "m", 64)
+            engine._shapes = {"scores": (WORDS, WORDS)}, set()
+            address, client = first.url, engine._servers[0]
+            if fault == "is not there":
+                client.url = "http://127.0.0.1:9"
+            first.hangs, first.broken_rpc = fault == "hangs", "EngineCore died" if fault == "has died" else ""
+            await engine.start()
+            assert engine.pool.serving == [engine.pool.servers[1]]
+            assert list((await engine.generate([3], SAMPLING)).token_ids) == continuation(table(0), [3], 6)
+            first.hangs, first.broken_rpc, client.url = False, "", address
+            await whole(engine)
+            await engine.close()
+
+    run(main)
+
+
+def test_a_server_with_another_base_stays_lost_when_it_comes_back():
+    async def main():
+        async with fleet(adapters=True) as (engine, first, _):
+            first.restart()
+            first.base = "another folder's"
+            engine.pool.lose(engine.pool.servers[0], "it restarted")
+            while "serves other weights" not in engine.pool.servers[0].lost:
+                await asyncio.sleep(0.01)
 
     run(main)
 
