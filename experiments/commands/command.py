@@ -109,9 +109,10 @@ def require_free_port(port: int, otherwise: str) -> None:
             raise ExperimentError(f"port {port} is in use ({error.strerror}); choose another: {otherwise}") from None
 
 
-def answers(port: int) -> bool:
-    """Return whether a server on this machine answers HTTP on the port."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as connection:
+def answers(port: int, host: str = "127.0.0.1") -> bool:
+    """Return whether a server on this machine answers HTTP on the port. ``host``: what it listens on."""
+    address = "127.0.0.1" if host in ("", "0.0.0.0") else host
+    with contextlib.closing(http.client.HTTPConnection(address, port, timeout=1)) as connection:
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status < 500

@@ -127,7 +127,7 @@ def engine_server(args: argparse.Namespace, context: RunContext) -> None:
     if args.secret_file is not None:
         environment[SECRET_VARIABLE] = _secret_of(Path(args.secret_file))
     words = f"vLLM serves {options['model']} at http://{args.host}:{args.port} (Ctrl-C ends it)\n"
-    serve(command, "vLLM server", context, os.environ | environment, lambda: answers(args.port), words)
+    serve(command, "vLLM server", context, os.environ | environment, lambda: answers(args.port, args.host), words)
 
 
 def _secret_of(file: Path) -> str:

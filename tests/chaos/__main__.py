@@ -45,8 +45,8 @@ EARLY = 0.25  # share of the faults that come before the first iteration has end
 # Segments of shared memory whose names have the number of a process: our weights, torch's tensors, joblib's semaphores
 # and arrays, Intel's OpenMP.
 OWNED = re.compile(
-    rf"{WEIGHTS}(\d+)-\w+(?:\.safetensors)?|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+|joblib_memmapping_folder_(\d+)_\w+"
-    r"|__KMP_REGISTERED_LIB_(\d+)_\d+"
+    rf"{WEIGHTS}(\d+)-\d+-\w+(?:\.safetensors)?|torch_(\d+)_\d+(?:_\d+)?|sem\.loky-(\d+)-\w+"
+    r"|joblib_memmapping_folder_(\d+)_\w+|__KMP_REGISTERED_LIB_(\d+)_\d+"
 )
 OF_VLLM = re.compile(r"psm_|sem\.(loky|mp)-")  # between the processes of a server
 WENT_ON, CONTINUED, MENDED, MISSED, ELSE = "went on", "continued", "refused, mended", "missed", "ELSE"

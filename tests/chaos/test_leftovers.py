@@ -10,7 +10,7 @@ import subprocess
 from tests.chaos.__main__ import of_others
 
 FORMS = (
-    "compact-agents-weights-{}-a1b2c3_4.safetensors",
+    "compact-agents-weights-{}-4026531836-a1b2c3_4.safetensors",
     "torch_{}_3174286341_0",
     "sem.loky-{}-7cf6ca2v",
     "joblib_memmapping_folder_{}_b6e1_4f4c",
@@ -29,4 +29,5 @@ def test_a_segment_is_of_others_only_where_its_name_has_a_living_process():
     for _ in range(500):  # their digits are no process, though most are the number of one
         name = "".join(draw.choices(letters, k=8))
         assert not any(of_others(form.format(name)) for form in ("psm_{}", "sem.mp-{}", "nccl-{}", "1-{}", "pymp-{}"))
-    assert not of_others(f"psm_{os.getpid()}") and not of_others(f"compact-agents-weights-{dead.pid}-1-x.safetensors")
+    assert not of_others(f"psm_{os.getpid()}")
+    assert not of_others(f"compact-agents-weights-{dead.pid}-{os.getpid()}-x.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.engines.vllm_servers.client import ServerClient
-from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, remove_leftovers, require_finite
+from rollout.engines.weights.files import SHARED_MEMORY, own_prefix, remove_leftovers, require_finite
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +56,7 @@ class AdapterFolder:
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
         place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         remove_leftovers(place)
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=own_prefix(), dir=place))
         try:
             save_file(named, folder / "adapter_model.safetensors")
             (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": modules}))
@@ -91,5 +90,5 @@ async def load_adapter(server: ServerClient, name: str, folder: str, unload: Ite
 
 async def adapters_of(server: ServerClient) -> set[str]:
     """Return the names of the adapters that a server has loaded."""
-    models = (await server.get("/v1/models"))["data"]
+    models = await server.get("/v1/models", "data")
     return {model["id"] for model in models if model.get("parent") is not None}

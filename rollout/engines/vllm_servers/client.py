@@ -191,18 +191,24 @@ class ServerClient:
     # ------------------------------------------------------------------ state
     async def held(self) -> str:
         """Return the label of the weights that the server holds."""
-        return (await self.get("/weight_info"))["weight_version"]
+        return await self.get("/weight_info", "weight_version")
 
     async def is_paused(self) -> bool:
-        return (await self.get("/is_paused"))["is_paused"]
+        return await self.get("/is_paused", "is_paused")
 
-    async def get(self, path: str) -> dict[str, Any]:
-        return await self._ask("GET", path, timeout_s=CHECK_S)
+    async def get(self, path: str, field: str) -> Any:
+        """Return one field of what the server answers at a path."""
+        return self._field(await self._ask("GET", path, timeout_s=CHECK_S), field)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of `worker.ServedWorker` in every worker of the server. Returns the results."""
         body = json.dumps({"method": method, "args": arguments}).encode()
-        return (await self._ask("POST", "/collective_rpc", body, timeout_s))["results"]
+        return self._field(await self._ask("POST", "/collective_rpc", body, timeout_s), "results")
+
+    def _field(self, answer: dict[str, Any], name: str) -> Any:
+        if name not in answer:
+            raise InfrastructureError(f"{self.url}: its answer has no {name}; is it vLLM 0.32?")
+        return answer[name]
 
     async def post(self, path: str, body: dict[str, Any] | None = None, again: bool = False) -> dict[str, Any]:
         """Send a JSON body and return the answer. ``again``: send it once more if the connection breaks, which an idle
@@ -227,6 +233,8 @@ class ServerClient:
                     text = await response.text()
         except TimeoutError:
             raise ServerDown(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise NotReached(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             raise _Disconnected(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -251,6 +259,10 @@ class ServerClient:
 
 class ServerDown(InfrastructureError):
     """A server does not answer, or its engine has died."""
+
+
+class NotReached(ServerDown):
+    """No connection: the server did not take the request."""
 
 
 class _Disconnected(ServerDown):

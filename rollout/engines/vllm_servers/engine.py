@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -14,21 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 
 from common.ranges import NonNegativeFloat, PositiveFloat, PositiveInt
+from common.secret import SECRET_VARIABLE
 from common.sessions import LoopSession
 from rollout.engines.base import Generation, SamplingParams, check_request, check_truncation
 from rollout.engines.process import check_model_folder
 from rollout.engines.vllm_servers.adapter import AdapterFolder, load_adapter
-from rollout.engines.vllm_servers.client import KEEP_ALIVE_S, Labels, OtherWeights, ServerClient, ServerDown
+from rollout.engines.vllm_servers.client import KEEP_ALIVE_S, Labels, NotReached, OtherWeights, ServerClient, ServerDown
 from rollout.engines.vllm_servers.flags import FILES, NCCL
 from rollout.engines.vllm_servers.nccl import NCCLSender
 from rollout.engines.vllm_servers.pool import HeldWeights, ServerPool
 from rollout.engines.vllm_servers.transfer import clean, load_files, require_files
 from rollout.engines.weights.files import (
-    SHARED_MEMORY,
     WeightFiles,
     in_type,
     names_and_shapes,
-    new_file,
 )
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
@@ -87,7 +84,9 @@ class VLLMServers:
             request_seeds: see ``VLLMEngine``.
             bucket_mb: MiB of weights per broadcast; a larger tensor goes alone. NCCL only.
         """
-        addresses = [*urls, router] if router is not None else urls
+        addresses = [url.rstrip("/") for url in (urls if router is None else [*urls, router])]
+        if any("@" in url for url in addresses):
+            raise ValueError(f"urls: expected addresses without a user; the servers' secret is in {SECRET_VARIABLE}")
         right = all(url.startswith(("http://", "https://")) for url in addresses)
         if adapters and transport == "nccl":
             raise ValueError("adapters: true pushes files; found transport: nccl, expected transport: files")
@@ -155,11 +154,6 @@ class VLLMServers:
             answering = [server for server in self._servers if server not in silent]
             if not answering:
                 raise next(iter(silent.values()))
-            if self.nccl is None and (blind := await _blind_servers(answering)):
-                raise ValueError(
-                    f"{', '.join(map(str, blind))} cannot read this host's {SHARED_MEMORY} (another machine or "
-                    "container), so weights cannot reach it; take transport: nccl, or start it on this host"
-                )
         except BaseException:
             await pool.close()
             await self._sessions.close()
@@ -202,7 +196,7 @@ class VLLMServers:
                 await _taint(self._servers if self._router is not None else [server])
                 raise
             except InfrastructureError as error:
-                deaths += not isinstance(error, OtherWeights)
+                deaths += not isinstance(error, (OtherWeights, NotReached))
                 if self._router is None:
                     pool.lose(server, str(error))
                 else:
@@ -266,14 +260,20 @@ class VLLMServers:
         await self.adopt(held, took)
 
     async def probe(self, token_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Generation]:
-        """Send one request to each server that serves. Returns the generations by address. Raises as `generate`."""
+        """Send one request to each server that serves. Returns the generations by address. A server that does not
+        answer is lost. Raises InfrastructureError if none does."""
         serving, held = self.pool.serving, self.held
         if not serving:
             raise InfrastructureError(self.pool.no_server_message())
-        answers = await asyncio.gather(*(s.generate(token_ids, sampling, held.name) for s in serving))
-        for answer in answers:
+        found: dict[str, Generation] = {}
+
+        async def ask(server: ServerClient) -> None:
+            answer = await server.generate(token_ids, sampling, held.name)
             await self.pool.accept(answer, held)
-        return {server.url: answer.generation for server, answer in zip(serving, answers, strict=True)}
+            found[server.url] = answer.generation
+
+        await self._each(serving, [ask(server) for server in serving], "answered")
+        return found
 
     async def close(self) -> None:
         """Disconnect from the servers, which keep running. Idempotent."""
@@ -294,9 +294,9 @@ class VLLMServers:
 
         `generate` returns tokens of the new weights only after the push, and samples them again if the push fails. With
         adapters, wait for this rank's requests that name an older one than the last, whose files vLLM may need."""
-        await self.pool.begin_push()
-        while any(name not in (None, self.held.name) for name in +self._named):
+        while any(name not in (None, self.held.name) for name in +self._named):  # a server that hangs is still noticed
             await asyncio.sleep(0.01)
+        await self.pool.begin_push()
         self._forget_files()  # first, because two copies of the model may not fit
 
     def send(self, submit: Submit, tensors: Tensors, version: int, checksum: bool, between_steps: bool) -> None:
@@ -340,24 +340,24 @@ class VLLMServers:
             self._named[adapter] -= 1
 
     async def _each(
-        self, servers: Sequence[ServerClient], work: Sequence[Coroutine[Any, Any, None]]
+        self, servers: Sequence[ServerClient], work: Sequence[Coroutine[Any, Any, None]], did: str = "took the weights"
     ) -> list[ServerClient]:
         """Run ``work[i]`` for ``servers[i]``, all at once. Returns the servers that did it; the others are lost.
 
-        Raises ValueError with the first refusal, InfrastructureError if no server is left.
+        Raises the first refusal (ValueError, PermanentFailure), or InfrastructureError if no server is left.
         """
         outcomes = await asyncio.gather(*work, return_exceptions=True)
         left: list[ServerClient] = []
         for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, InfrastructureError):
+            if isinstance(outcome, InfrastructureError) and not isinstance(outcome, PermanentFailure):
                 self.pool.lose(server, str(outcome))
-            elif isinstance(outcome, BaseException):
+            elif outcome is not None:
                 raise outcome
             else:
                 left.append(server)
         if not left:
             reasons = "; ".join(f"{server}: {server.lost}" for server in servers)
-            raise InfrastructureError(f"no vLLM server took the weights: {reasons}")
+            raise InfrastructureError(f"no vLLM server {did}: {reasons}")
         return left
 
     def _forget_files(self) -> None:
@@ -368,17 +368,3 @@ class VLLMServers:
 async def _taint(servers: Sequence[ServerClient]) -> None:
     """Tell servers that their caches may contain numbers that are not finite."""
     await asyncio.gather(*(server.call("taint") for server in servers), return_exceptions=True)
-
-
-async def _blind_servers(servers: Sequence[ServerClient]) -> list[ServerClient]:
-    """Return the servers of which a worker cannot read a file in this host's shared memory."""
-    if not SHARED_MEMORY.is_dir():
-        return list(servers)
-    token = new_file(SHARED_MEMORY)
-    try:
-        token.write_bytes(secret := secrets.token_bytes(32))
-        answers = await asyncio.gather(*(s.call("digest_of_test_file", str(token)) for s in servers))
-    finally:
-        token.unlink(missing_ok=True)
-    expected = hashlib.sha256(secret).hexdigest()
-    return [server for server, answer in zip(servers, answers, strict=True) if set(answer) != {expected}]

@@ -72,5 +72,6 @@ def serve_command(
         words += ["--no-enable-prefix-caching"]
     if lora_rank:
         words += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "3", "--max-cpu-loras", "3"]
+        words += ["--api-server-count", "1"]  # vLLM loads adapters in one front end alone
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return [*words, *flags], environment

@@ -101,7 +101,7 @@ class NCCLSender:
             stale = {url for url, instance in self._members if (url, instance) in members}
             await _all([server for server in servers if server.url in stale], "/shutdown_weight_transfer_engine")
             self.close()
-        workers = [server.facts["workers"] for server in servers]
+        workers = [await server.get("/get_world_size", "world_size") for server in servers]  # of all its replicas
         address, port = _own_address([server.url for server in servers]), _free_port()
         common = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers), "packed": False}
         inits = [
@@ -109,8 +109,10 @@ class NCCLSender:
             for i, server in enumerate(servers)
         ]
         joined = asyncio.ensure_future(asyncio.gather(*inits))  # both sides meet at the rendezvous
-        self._group = await asyncio.to_thread(_join_as_sender, address, port, 1 + sum(workers), device)
-        await joined
+        sender = asyncio.ensure_future(asyncio.to_thread(_join_as_sender, address, port, 1 + sum(workers), device))
+        for done in (await asyncio.wait({joined, sender}, return_when=asyncio.FIRST_EXCEPTION))[0]:
+            done.result()  # a server that refuses leaves the sender waiting
+        self._group = sender.result()
         self._members = members
 
     def _deliver(self, announced: Future[Any], bucket: list[tuple[str, torch.Tensor]]) -> None:

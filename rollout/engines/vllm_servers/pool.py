@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from common.ranks import rank
 from rollout.engines.vllm_servers.adapter import adapters_of, load_adapter
 from rollout.engines.vllm_servers.client import (
     CHECK_S,
@@ -23,9 +26,9 @@ from rollout.engines.vllm_servers.client import (
     ServerClient,
     version_of,
 )
-from rollout.engines.vllm_servers.flags import MAX_LOGPROBS
+from rollout.engines.vllm_servers.flags import FILES, MAX_LOGPROBS
 from rollout.engines.vllm_servers.transfer import load_files, require_files
-from rollout.engines.weights.files import digest_of_folder
+from rollout.engines.weights.files import SHARED_MEMORY, digest_of_folder, new_file
 from rollout.trajectory import InfrastructureError
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,8 @@ class ServerPool:
         self.servers, self.held = list(servers), HeldWeights(START)
         self._model, self._max_length, self._expected, self._tied = model, max_length, expected, tied
         self._backend, self._adapters, self._labels = backend, adapters, labels
+        self._base: str | None = None  # digest of the policy's base
+        self._refused: dict[str, str] = {}  # by instance: why it does not fit, as long as it runs
         self.sends = True  # False: another rank pushes, and loads weights into servers that are back
         self._affinity = PrefixAffinity()
         self._searches: dict[ServerClient, asyncio.Task[None]] = {}
@@ -210,11 +215,14 @@ class ServerPool:
         pushes to load the weights."""
         while True:
             await asyncio.sleep(WATCH_S)
+            await self._settled.wait()
             for server in self.serving if self.sends else ():
+                held = self.held
                 try:
                     await self._require_held(server)
                 except (InfrastructureError, ValueError) as error:
-                    self.lose(server, str(error))
+                    if held is self.held:  # a push has not begun since, behind whose work the question waited
+                        self.lose(server, str(error))
 
     async def _require_held(self, server: ServerClient) -> None:
         """Raise OtherWeights if a server does not hold this run's weights, unless a push is in progress."""
@@ -245,12 +253,10 @@ class ServerPool:
         """Let a lost server load the right weights, unless it has them. Raises the reason if it cannot serve."""
         await self.check(server)
         label, held = await server.held(), self.held
-        if held.adapter is not None and label == START:
-            if held.label not in await adapters_of(server):
+        if label == (START if held.adapter is not None else held.label):
+            if held.adapter is not None and held.label not in await adapters_of(server):
                 self._require_sender(held, label)
                 await load_adapter(server, held.label, held.adapter)
-            return
-        if label == held.label:
             if await server.is_paused():  # a push or a recovery broke off at its very end
                 self._require_sender(held, label)
                 await server.post("/resume", again=True)
@@ -303,11 +309,19 @@ class ServerPool:
                     f"{server} was not started with the flags that `make engine` prints ({error}); start it with them"
                 ) from None
             raise
+        if refusal := self._refused.get(facts["instance"]):
+            raise ValueError(refusal)
         if started:
-            self._require_flags(server)
-            await self._require_shapes(server)
-            if self._adapters:
-                await self._require_base(server)
+            try:
+                self._require_flags(server)
+                await self._require_shapes(server)
+                if self._adapters:
+                    await self._require_base(server)
+                if self._backend == FILES and rank() == 0:  # the other ranks write no files
+                    await self._require_shared_memory(server)
+            except ValueError as error:
+                self._refused[facts["instance"]] = str(error)
+                raise
         if await server.held() == UNCHECKED:
             await server.post("/update_weight_version", {"new_version": START})
         server.checked = facts["instance"]
@@ -343,11 +357,29 @@ class ServerPool:
             )
 
     async def _require_base(self, server: ServerClient) -> None:
-        ours = await asyncio.to_thread(digest_of_folder, self._model)
+        ours = self._base = self._base or await asyncio.to_thread(digest_of_folder, self._model)
         if (theirs := (await server.call("digest_of_folder"))[0]) != ours:
             raise ValueError(
                 f"{server} serves other weights ({server.facts['model']}, {theirs}) than the policy's base "
                 f"({self._model}, {ours}); adapters: true needs the same ones"
+            )
+
+    async def _require_shared_memory(self, server: ServerClient) -> None:
+        """Require that every worker of a server can read a file in this host's shared memory."""
+        answers: list[str | None] = []
+        expected = ""
+        if SHARED_MEMORY.is_dir():
+            token = new_file(SHARED_MEMORY)
+            try:
+                token.write_bytes(secret := secrets.token_bytes(32))
+                expected = hashlib.sha256(secret).hexdigest()
+                answers = await server.call("digest_of_test_file", str(token))
+            finally:
+                token.unlink(missing_ok=True)
+        if set(answers) != {expected}:
+            raise ValueError(
+                f"{server} cannot read this host's {SHARED_MEMORY} (another machine or container), so weights cannot "
+                "reach it; take transport: nccl, or start it on this host"
             )
 
     def _wake(self) -> None:

@@ -66,7 +66,8 @@ class FileTransfer(WeightTransferEngine[Init, Update]):
         repack_tied_head(model, bool(tied))
 
     def finish_weight_update(self) -> None:
-        pass
+        """Close what a load that broke off has left open: the next load would count its tensors, too."""
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         pass
@@ -99,7 +100,6 @@ class ServedWorker(WorkerExtension):
             "max_logprobs": model.max_logprobs,
             "generation_config": model.generation_config,
             "backend": transfer and transfer.backend,
-            "workers": config.parallel_config.world_size_across_dp,
             "lora_rank": lora.max_lora_rank if lora else 0,
             "truncation": self.report_untruncated_logprobs(),
             "seeds": device == "cpu" or bool(config.use_v2_model_runner),
@@ -148,9 +148,9 @@ class ServedWorker(WorkerExtension):
             self._tainted = False
 
     def end_broken_update(self) -> None:
-        """End a weight transfer whose sender has disappeared. vLLM refuses to start another one before."""
-        if self._weight_update_active:
-            self.abandon_weight_update()
+        """End a weight transfer whose sender has disappeared, or which failed: then vLLM takes it for ended, with half
+        of its tensors."""
+        self.abandon_weight_update()
 
 
 def _is_ours(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "compact-agents-weights-"  # followed by the writer's process id
+PREFIX = "compact-agents-weights-"  # followed by the writer's process id and its namespace of process ids
+OLD_S = 24 * 3600.0  # no writer of another namespace still needs files of this age
 CHECKSUMS = "checksums"  # in a file's metadata: {name: checksum} as JSON
 CHECKSUM_CHUNK = 1 << 20  # elements that are converted to 64 bits at once
 _MASK = (1 << 64) - 1
@@ -295,15 +298,32 @@ def new_file(folder: Path) -> Path:
     """Create an empty weight file in ``folder`` and return its path. Removes files that killed processes left in
     ``folder``."""
     remove_leftovers(folder)
-    handle, path = tempfile.mkstemp(".safetensors", f"{PREFIX}{os.getpid()}-", folder)
+    handle, path = tempfile.mkstemp(".safetensors", own_prefix(), folder)
     os.close(handle)
     return Path(path)
 
 
+def own_prefix() -> str:
+    """Return the beginning of the names of this process's weight files."""
+    return f"{PREFIX}{os.getpid()}-{_namespace()}-"
+
+
+def _namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete the weight files, and folders of adapters, that killed processes left in ``folder``, because shared memory
-    outlives processes."""
+    outlives processes.
+
+    Containers may share the folder, but see only their own processes: files of others are deleted when they are old.
+    """
     for path in folder.glob(f"{PREFIX}*"):
-        writer = path.name.removeprefix(PREFIX).split("-")[0]
-        if not Path("/proc", writer).exists():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        writer, *rest = path.name.removeprefix(PREFIX).split("-")
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process deletes it, or it is not ours
+            if rest[0] != _namespace() and len(rest) > 1:
+                left = time.time() - path.stat().st_mtime > OLD_S
+            else:
+                left = not Path("/proc", writer).exists()
+            if left:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

@@ -49,7 +49,7 @@ class StandIn:
         self.facts = {
             "model": "stand-in", "max_length": 64, "vocab_size": WORDS, "dtype": "float32", "backend": FILES,
             "logprobs_mode": "processed_logprobs", "max_logprobs": MAX_LOGPROBS, "generation_config": "vllm",
-            "workers": 1, "lora_rank": 8, "truncation": True, "seeds": True,
+            "lora_rank": 8, "truncation": True, "seeds": True,
         }  # fmt: skip
         self.gate.set()
         self.slow.set()

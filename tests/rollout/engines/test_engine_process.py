@@ -21,7 +21,7 @@ from common.run_folder import run_folder
 from rollout.engines.base import SamplingParams
 from rollout.engines.child import Child
 from rollout.engines.process import ROOT, EngineProcess
-from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles
+from rollout.engines.weights.files import PREFIX, SHARED_MEMORY, WeightFiles, remove_leftovers
 from rollout.trajectory import InfrastructureError
 from tests.processes import alive, gone_within
 from tests.rollout.engines.pushing import push_weights
@@ -286,3 +286,20 @@ def test_files_of_a_killed_writer_are_removed(tmp_path, monkeypatch):
     files = WeightFiles.write([("a", torch.zeros(2))])
     assert Path(files.paths[0]).parent == tmp_path
     assert ours.exists() and not left.exists()
+
+
+def test_files_of_other_containers_and_users_stay(tmp_path, monkeypatch):
+    """Containers share /dev/shm with --ipc=host, but not the numbers of their processes."""
+    theirs, old = (tmp_path / f"{PREFIX}999999999-1-{name}.safetensors" for name in ("new", "old"))
+    theirs.touch()
+    old.touch()
+    os.utime(old, (0, 0))
+    remove_leftovers(tmp_path)
+    assert theirs.exists() and not old.exists()
+    (tmp_path / f"{PREFIX}999999999-another-users").touch()
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    remove_leftovers(tmp_path)

@@ -206,8 +206,10 @@ def test_a_server_with_another_base_stays_lost_when_it_comes_back():
             first.restart()
             first.base = "another folder's"
             engine.pool.lose(engine.pool.servers[0], "it restarted")
-            while "serves other weights" not in engine.pool.servers[0].lost:
+            while first.calls.count("describe") < 4:  # once at the start
                 await asyncio.sleep(0.01)
+            assert "serves other weights" in engine.pool.servers[0].lost
+            assert first.calls.count("digest_of_folder") == 2, "its folder is read once after each of its starts"
 
     run(main)
 
@@ -228,6 +230,79 @@ def test_a_server_in_a_long_push_is_not_taken_for_silent(monkeypatch):
             server.gate.set()
             await engine.end_push()
             assert (await asked).policy_version == 1 and server.calls.count("/inference/v1/generate") == 1
+
+    run(main)
+
+
+def test_a_server_that_is_silent_in_a_push_is_not_lost(monkeypatch):
+    """vLLM answers after the work of the push, which may take longer than a check."""
+    monkeypatch.setattr(clients, "CHECK_S", 0.2)
+    monkeypatch.setattr(pools, "WATCH_S", 0.01)
+
+    async def main():
+        async with fleet(1) as (engine, server):
+            (client,), lost = engine.pool.servers, []
+            monkeypatch.setattr(engine.pool, "lose", lambda server, why: lost.append(why))
+            asked = asyncio.Event()
+            held = client.held
+
+            async def noted():
+                asked.set()
+                return await held()
+
+            monkeypatch.setattr(client, "held", noted)
+            server.hangs = True
+            asked.clear()
+            await asked.wait()
+            await engine.begin_push()
+            await asyncio.sleep(0.5)
+            server.hangs = False
+            await engine.load_files(module.WeightFiles.write(table(1).items()), 1)
+            await engine.end_push()
+            assert not lost
+
+    run(main)
+
+
+def test_a_probe_goes_on_without_a_server_that_died():
+    async def main():
+        async with fleet() as (engine, first, second):
+            first.status = 500
+            assert list(await engine.probe([3], SAMPLING)) == [second.url]
+            assert engine.pool.serving == [engine.pool.servers[1]]
+            second.nan = True
+            with pytest.raises(PermanentFailure, match="not finite"):
+                await engine.probe([3], SAMPLING)
+
+    run(main)
+
+
+def test_an_answer_without_its_field_loses_the_server_and_not_the_search(monkeypatch):
+    async def main():
+        async with fleet() as (engine, first, _):
+            control = first._control
+
+            async def empty(path, body):
+                return {} if path == "/weight_info" else await control(path, body)
+
+            monkeypatch.setattr(first, "_control", empty)
+            engine.pool.lose(engine.pool.servers[0], "a test")
+            while "has no weight_version; is it vLLM 0.32?" not in engine.pool.servers[0].lost:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(first, "_control", control)
+            await whole(engine)
+
+    run(main)
+
+
+def test_servers_that_took_no_request_do_not_end_it():
+    async def main():
+        async with fleet(4, retry_s=0.5) as (engine, *_):
+            for client in engine.pool.servers:
+                client.url = "http://127.0.0.1:9"
+            with pytest.raises(InfrastructureError, match="no vLLM server serves") as raised:
+                await engine.generate([3], SAMPLING)
+            assert not isinstance(raised.value, PermanentFailure)
 
     run(main)
 
@@ -441,10 +516,11 @@ def test_adapters_are_named_by_requests_and_unloaded_when_none_names_them():
             names = sorted(first.adapters)
             first.restart()
             first.adapters.clear()
+            first.paused = True  # a push broke off before it could clear the cache
             first.status = second.status = 404  # vLLM's for a model that it does not know
             engine.pool.lose(engine.pool.servers[0], "it restarted")
             await whole(engine)
-            assert sorted(first.adapters) == names[-1:]
+            assert sorted(first.adapters) == names[-1:] and not first.paused
             # Another run has pushed whole weights under the adapters.
             first.status = second.status = 200
             first.label = second.label = "9-another"
@@ -489,11 +565,25 @@ def test_buckets_are_announced_and_broadcast_and_a_refusal_ends_the_push():
     run(main)
 
 
-@pytest.mark.parametrize("wrong", [{"urls": []}, {"urls": ["localhost:1"]}, {"urls": ["http://a", "http://a"]},
-                                   {"urls": ["http://a"], "router": "http://a"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"urls": []},
+        {"urls": ["localhost:1"]},
+        {"urls": ["http://a", "http://a"]},
+        {"urls": ["http://a", "http://a/"]},
+        {"urls": ["http://a"], "router": "http://a"},
+    ],
+)
 def test_addresses_are_checked(wrong):
     with pytest.raises(ValueError, match="urls: expected different addresses"):
         VLLMServers(model="m", **wrong)
+
+
+def test_a_password_in_an_address_is_not_printed():
+    with pytest.raises(ValueError, match="without a user; the servers' secret is in") as raised:
+        VLLMServers(["http://me:secret-word@host:8100"], "m")
+    assert "secret-word" not in str(raised.value)
 
 
 def test_affinity_binds_what_was_sampled_and_nothing_else():
