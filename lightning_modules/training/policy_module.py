@@ -162,6 +162,12 @@ class PolicyModule(L.LightningModule):
         plugin.convert_input = _unchanged
         accept_shards(self)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Forget the metrics of the last step. Lightning would log those again that this step lacks, such as a mean
+        over no tokens."""
+        results: Any = self.trainer._results
+        results.reset()
+
     def on_fit_start(self) -> None:
         if self.lora is None or not self.trainer.is_global_zero:
             return

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
+from callbacks.tracking.mlflow_logger import MLflowLogger
 from lightning_modules.advantage_transforms.distillation import (
     DecayAfterError,
     Distillation,
@@ -75,6 +77,18 @@ def test_without_guided_turns_it_is_distillation(model_dir, teacher_dir, gradien
         transforms = [Distillation(str(teacher_dir)), *extra]
         fit(GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False, num_mini_batches=1), [rows(False)])
     assert torch.allclose(*gradients, atol=1e-7)
+
+
+def test_a_metric_that_a_step_lacks_is_not_that_of_the_last_step(model_dir, teacher_dir, tmp_path):
+    """The mean loss of the guide's tokens, in a step without any."""
+    transforms = [Distillation(str(teacher_dir)), GuidedTurns()]
+    module = GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False)
+    logger = MLflowLogger("tests", "run", f"sqlite:///{tmp_path}/mlflow.db", save_dir=str(tmp_path), tracker="none")
+    fit(module, [rows(), rows(False)], logger=logger, log_every_n_steps=1)
+    first, second = read_metrics(tmp_path / METRICS_FILE)
+    assert first.metrics["train/guided_tokens"] > 0 and "train/loss_guided" in first.metrics
+    assert second.metrics["train/guided_tokens"] == 0 and "train/loss_guided" not in second.metrics
+    assert second.metrics["train/opd_log_ratio_min"] < 0
 
 
 @pytest.mark.parametrize("level", ["turn", "sequence"])
