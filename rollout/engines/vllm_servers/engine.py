@@ -22,11 +22,7 @@ from rollout.engines.vllm_servers.flags import FILES, NCCL
 from rollout.engines.vllm_servers.nccl import NCCLSender
 from rollout.engines.vllm_servers.pool import HeldWeights, ServerPool
 from rollout.engines.vllm_servers.transfer import clean, load_files, require_files
-from rollout.engines.weights.files import (
-    WeightFiles,
-    in_type,
-    names_and_shapes,
-)
+from rollout.engines.weights.files import WeightFiles, in_type, names_and_shapes
 from rollout.trajectory import InfrastructureError, PermanentFailure
 
 if TYPE_CHECKING:

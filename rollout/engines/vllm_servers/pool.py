@@ -369,11 +369,14 @@ class ServerPool:
         answers: list[str | None] = []
         expected = ""
         if SHARED_MEMORY.is_dir():
+            secret = secrets.token_bytes(32)
+            expected = hashlib.sha256(secret).hexdigest()
             token = new_file(SHARED_MEMORY)
             try:
-                token.write_bytes(secret := secrets.token_bytes(32))
-                expected = hashlib.sha256(secret).hexdigest()
+                token.write_bytes(secret)
                 answers = await server.call("digest_of_test_file", str(token))
+            except OSError as error:  # no room
+                raise InfrastructureError(f"{SHARED_MEMORY}: {error}") from None
             finally:
                 token.unlink(missing_ok=True)
         if set(answers) != {expected}:
