@@ -34,6 +34,7 @@ from rollout.trajectory import InfrastructureError
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 10.0  # longest pause between two checks of a lost server
+CHECK_LOST_S = 3.0
 WARN_EVERY_S = 60.0
 ROUTER_PAUSE_S = 0.5
 WATCH_S = 5.0  # between looks whether servers hold the right weights
@@ -285,8 +286,10 @@ class ServerPool:
 
     # ------------------------------------------------------------------ what they serve
     async def reachable(self) -> list[ServerClient]:
-        """Return the servers that answer, with any weights. Raises InfrastructureError if none does."""
-        answers = await asyncio.gather(*map(self.check, self.servers), return_exceptions=True)
+        """Return the servers that answer, with any weights. A push does not wait long for a lost one. Raises
+        InfrastructureError if none answers."""
+        checks = (self.check(s, None if s.lost is None else CHECK_LOST_S) for s in self.servers)
+        answers = await asyncio.gather(*checks, return_exceptions=True)
         for server, answer in zip(self.servers, answers, strict=True):
             if isinstance(answer, (InfrastructureError, ValueError)):
                 self.lose(server, str(answer))
@@ -297,11 +300,11 @@ class ServerPool:
             raise InfrastructureError(self.no_server_message())
         return reachable
 
-    async def check(self, server: ServerClient) -> None:
+    async def check(self, server: ServerClient, timeout_s: float | None = None) -> None:
         """Check that a server serves the expected model with the flags of ``make engine``, once after each of its
         starts. A server that has just started gets the label of its folder's weights."""
         try:
-            facts = server.facts = (await server.call("describe", timeout_s=CHECK_S))[0]
+            facts = server.facts = (await server.call("describe", timeout_s=timeout_s or CHECK_S))[0]
             started = facts["instance"] != server.checked
         except (InfrastructureError, ValueError) as error:
             if "status 404" in str(error) or "has no attribute 'describe'" in str(error):

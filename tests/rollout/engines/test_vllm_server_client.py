@@ -180,7 +180,7 @@ def test_an_engine_that_hangs_is_found_by_its_silence(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["hangs", "is not there", "has died"])
 def test_a_server_that_is_down_at_the_start_is_lost_and_comes_back(monkeypatch, fault):
-    monkeypatch.setattr(clients, "CHECK_S", 2.0)
+    monkeypatch.setattr(pools, "CHECK_S", 1.0)
 
     async def main():
         async with StandIn().running() as first, StandIn().running() as second:
@@ -236,30 +236,46 @@ def test_a_server_in_a_long_push_is_not_taken_for_silent(monkeypatch):
 
 def test_a_server_that_is_silent_in_a_push_is_not_lost(monkeypatch):
     """vLLM answers after the work of the push, which may take longer than a check."""
-    monkeypatch.setattr(clients, "CHECK_S", 0.2)
     monkeypatch.setattr(pools, "WATCH_S", 0.01)
 
     async def main():
-        async with fleet(1) as (engine, server):
+        async with fleet(1) as (engine, _):
             (client,), lost = engine.pool.servers, []
             monkeypatch.setattr(engine.pool, "lose", lambda server, why: lost.append(why))
-            asked = asyncio.Event()
-            held = client.held
+            asked, pushing, done, held = asyncio.Event(), asyncio.Event(), asyncio.Event(), client.held
 
-            async def noted():
+            async def silent():
+                monkeypatch.setattr(client, "held", held)
                 asked.set()
-                return await held()
+                await pushing.wait()
+                done.set()
+                raise InfrastructureError("no answer")
 
-            monkeypatch.setattr(client, "held", noted)
-            server.hangs = True
-            asked.clear()
+            monkeypatch.setattr(client, "held", silent)
             await asked.wait()
             await engine.begin_push()
-            await asyncio.sleep(0.5)
-            server.hangs = False
+            pushing.set()
+            await done.wait()
             await engine.load_files(module.WeightFiles.write(table(1).items()), 1)
             await engine.end_push()
             assert not lost
+
+    run(main)
+
+
+def test_a_push_does_not_wait_for_a_server_that_hangs(monkeypatch):
+    monkeypatch.setattr(pools, "CHECK_S", 1e4)
+    monkeypatch.setattr(pools, "CHECK_LOST_S", 0.1)
+
+    async def main():
+        async with fleet() as (engine, first, _):
+            first.hangs = True
+            engine.pool.lose(engine.pool.servers[0], "a test")
+            await push_weights(engine, table(1).items(), 1)
+            assert engine.pool.serving == [engine.pool.servers[1]]
+            first.hangs = False
+            await whole(engine)
+            assert first.label == engine.held.label
 
     run(main)
 
