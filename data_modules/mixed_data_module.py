@@ -120,8 +120,10 @@ class MixedDataModule(SupervisedDataModule):
         """Return one new trajectory of the student for each saved one, of all ranks, without infrastructure
         failures."""
         tasks = list({(t.group, t.index): t.task for t in saved}.values())
+        place = {name: k for k, name in enumerate(dict.fromkeys(task.id for task in tasks))}
         found = self.rollouts.rollout(  # type: ignore[union-attr]  # required in __init__
-            tasks[self.rank :: self.world_size],
+            # A question's tasks go to one rank, which gives them different seeds.
+            [task for task in tasks if place[task.id] % self.world_size == self.rank],
             n=1,
             sampling=self.train_sampling.params,
             seed=derive_seed(self.seed, "fresh", position),

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 
 from callbacks.evaluation.evaluation import add_metrics
-from callbacks.evaluation.statistics import Interval, bootstrap_interval
+from callbacks.evaluation.statistics import Interval, bootstrap_pooled
 from callbacks.evaluation.turn_scores import verdicts_of, wrong_before
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT, row_of
@@ -84,13 +84,13 @@ class Continuations(EvaluationHooks):
         for kind, of_a_kind in found.items():
             chosen = choose(of_a_kind, self.max_prefixes)
             mine = continued(data, chosen[trainer.global_rank :: trainer.world_size])
-            outcomes = gather_lists([(turn, right) for (_, turn), right in mine])
+            outcomes = gather_lists([(turn, (t.task.id, [right])) for (t, turn), right in mine])
             if not outcomes:
                 continue
-            metrics[PREFIX + kind] = bootstrap_interval([right for _, right in outcomes])
+            metrics[PREFIX + kind] = bootstrap_pooled([row for _, row in outcomes])
             for turn in sorted({at for at, _ in outcomes}):
-                part = [right for at, right in outcomes if at == turn]
-                metrics[f"{PREFIX}{kind}/{turn + 1}"] = bootstrap_interval(part)
+                part = [row for at, row in outcomes if at == turn]
+                metrics[f"{PREFIX}{kind}/{turn + 1}"] = bootstrap_pooled(part)
         add_metrics(trainer, pl_module, split, metrics, PREFIX)
 
 

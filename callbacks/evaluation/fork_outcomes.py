@@ -9,7 +9,7 @@ import numpy as np
 
 from callbacks.evaluation.continuations import Prefix, check_continues, choose, continued
 from callbacks.evaluation.evaluation import add_metrics
-from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
+from callbacks.evaluation.statistics import Interval, bootstrap_pooled
 from callbacks.evaluation_hooks import EvaluationHooks
 from callbacks.evaluation_rows import AGENT
 from callbacks.trainer import data_module
@@ -71,22 +71,25 @@ class ForkOutcomes(EvaluationHooks):
         for (trajectory, turn), accuracy in ends:
             right.setdefault((trajectory.task.id, trajectory.index, turn), []).append(accuracy)
         rises = {(t.task.id, t.index, k): change for t, k in chosen if (change := rise(t, k)) is not None}
-        shares = gather_lists([(rises[place], float(np.mean(each))) for place, each in right.items()])
+        shares = gather_lists([(place[0], rises[place], float(np.mean(each))) for place, each in right.items()])
         metrics = fork_metrics(shares)
         add_metrics(trainer, pl_module, split, metrics, PREFIX)
 
 
-def fork_metrics(results: Sequence[tuple[float, float]]) -> dict[str, Interval]:
-    """Compute the metrics of ``ForkOutcomes`` from pairs (entropy change dH, share of correct continuations), one for
-    each tool result. Empty without results."""
+def fork_metrics(results: Sequence[tuple[str, float, float]]) -> dict[str, Interval]:
+    """Compute the metrics of ``ForkOutcomes`` from (id of the question, entropy change dH, share of correct
+    continuations), one for each tool result. Empty without results."""
     if not results:
         return {}
-    change, share = np.array(results, dtype=float).T
+    questions = [question for question, _, _ in results]
+    change, share = np.array([numbers for _, *numbers in results], dtype=float).T
     variance = share * (1 - share)
-    metrics = {f"{PREFIX}open": bootstrap_interval((variance > 0).astype(float))}
+    metrics = {
+        f"{PREFIX}open": bootstrap_pooled([(q, [float(v > 0)]) for q, v in zip(questions, variance, strict=True)])
+    }
     if change.std() > 0 and variance.std() > 0:
-        columns = [change, variance, change * variance, change**2, variance**2]
-        metrics[f"{PREFIX}correlation"] = bootstrap_function([list(column) for column in columns], _correlation)
+        measures = np.stack([change, variance, change * variance, change**2, variance**2], axis=1).tolist()
+        metrics[f"{PREFIX}correlation"] = bootstrap_pooled(list(zip(questions, measures, strict=True)), _correlation)
     return metrics
 
 

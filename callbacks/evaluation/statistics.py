@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -144,6 +144,29 @@ def bootstrap_function(
             parts.append(function(means))
     values = np.concatenate(parts)
     return Interval(value, *_ends(values[np.isfinite(values)]), size)
+
+
+def bootstrap_pooled(
+    rows: Sequence[tuple[Hashable, Sequence[float]]],
+    function: Callable[[np.ndarray], np.ndarray] = lambda means: means[0],
+    *,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Return ``function`` of the means of several measures over rows, such as turns, with its 95 % bootstrap interval.
+    The interval resamples questions, because rows of one question are not independent. n counts rows.
+
+    Args:
+        rows: (id of the question, one value per measure).
+        function: as in `bootstrap_function`; default: the mean of the first measure.
+    """
+    if not rows:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    sums: dict[Hashable, np.ndarray] = {}
+    for question, measures in rows:
+        sums[question] = sums.get(question, 0.0) + np.array([*measures, 1.0])
+    columns = np.stack(list(sums.values())).T.tolist()
+    interval = bootstrap_function(columns, lambda means: function(means[:-1] / means[-1]), resamples=resamples)
+    return replace(interval, n=len(rows))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from callbacks.evaluation.attempts import attempts_of, sampling_metrics
-from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval
+from callbacks.evaluation.statistics import Interval, bootstrap_function, bootstrap_interval, bootstrap_pooled
 from callbacks.evaluation_rows import AGENT, EvaluationRow
 from rollout.trajectory import LEFT_OUT, StopReason
 
@@ -64,11 +64,11 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
     agent = [row for row in rows if row.prompt_mode == AGENT]
     scored = [row for row in agent if not row.failed]
 
-    def interval(values: Iterable[float]) -> Interval:
-        return bootstrap_interval(list(values), resamples=resamples)
-
     def mean(part: Sequence[EvaluationRow], value: Value) -> Interval:
-        return interval(per_question(part, value))
+        return bootstrap_interval(per_question(part, value), resamples=resamples)
+
+    def share(part: Sequence[EvaluationRow], found: Callable[[EvaluationRow], bool]) -> Interval:
+        return bootstrap_pooled([(row.id, [float(found(row))]) for row in part], resamples=resamples)
 
     scores: dict[str, Value] = SCORES | {"acc": lambda row: row.accuracy}
     metrics = {name: mean(scored, value) for name, value in scores.items()}
@@ -83,16 +83,15 @@ def summarize(rows: Sequence[EvaluationRow], *, resamples: int = 10_000) -> dict
     metrics |= {name: metric for name, value in IF_KNOWN.items() if (metric := mean(scored, value)).n}
     for part in sorted({part for row in scored for part in row.reward_parts}):
         metrics[f"reward/{part}"] = mean(scored, lambda row, p=part: row.reward_parts.get(p))
-    judgements = [float(row.judge_failed) for row in scored if row.judged is not None or row.judge_failed]
-    if judgements:
-        metrics["judge_failures"] = interval(judgements)
+    judged = [row for row in scored if row.judged is not None or row.judge_failed]
+    if judged:
+        metrics["judge_failures"] = share(judged, lambda row: row.judge_failed)
     metrics |= per_call(scored, resamples=resamples)
     metrics |= tool_success(scored, resamples=resamples)
     metrics |= sampling_metrics(scored, resamples=resamples)
-    metrics["valid_actions"] = interval(
-        flag for row in scored for flag in [1.0] * row.valid_turns + [0.0] * (row.turns - row.valid_turns)
-    )
-    metrics["infrastructure_failures"] = interval(float(row.failed) for row in agent)
+    turns = [(row.id, [float(k < row.valid_turns)]) for row in scored for k in range(row.turns)]
+    metrics["valid_actions"] = bootstrap_pooled(turns, resamples=resamples)
+    metrics["infrastructure_failures"] = share(agent, lambda row: row.failed)
     return metrics
 
 

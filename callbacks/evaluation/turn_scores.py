@@ -14,7 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
-from callbacks.evaluation.statistics import Interval, bootstrap_function
+from callbacks.evaluation.statistics import Interval, bootstrap_pooled
 from common.files import replacing
 from rollout.trajectory import Trajectory
 from rollout.trajectory_metrics import ERRONEOUS, outcome_of
@@ -147,15 +147,8 @@ def score_metrics(trajectories: Sequence[Sequence[TurnScore]], *, resamples: int
 
 
 def _mean(rows: Sequence[TurnScore], name: str, resamples: int) -> Interval:
-    """Return the mean of one measure over turns, with a bootstrap interval. The interval resamples questions, because
-    their trajectories are not independent."""
-    sums: dict[str, list[float]] = {}
-    for row in rows:
-        total = sums.setdefault(row.id, [0.0, 0.0])
-        total[0] += getattr(row, name)
-        total[1] += 1.0
-    interval = bootstrap_function(list(zip(*sums.values(), strict=True)), lambda m: m[0] / m[1], resamples=resamples)
-    return dataclasses.replace(interval, n=len(rows))
+    """Return the mean of one measure over turns, with a bootstrap interval over questions."""
+    return bootstrap_pooled([(row.id, [getattr(row, name)]) for row in rows], resamples=resamples)
 
 
 def save_scores(path: Path, rows: Sequence[TurnScore]) -> None:

@@ -199,7 +199,7 @@ class Export(L.Callback):
     def __init__(
         self,
         choose: Literal["best", "last"] = "last",
-        monitor: str = "val/em",
+        monitor: str = "val/acc",
         mode: Literal["max", "min"] = "max",
         tokenizer: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -212,10 +212,11 @@ class Export(L.Callback):
         self.best_score: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_score": self.best_score}
+        return {"best_score": self.best_score, "monitor": (self.monitor, self.mode)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_score = state_dict["best_score"]
+        if state_dict.get("monitor") == (self.monitor, self.mode):
+            self.best_score = state_dict["best_score"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +18,8 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+from common.files import write_atomically
 
 Tracker = Literal["mlflow", "wandb", "trackio", "none"]
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
@@ -69,7 +72,7 @@ def other_trackers(trainer: Any, config: Mapping[str, Any]) -> Iterator[None]:
 
         identity = {"project": logger.name, "name": logger.version, "id": _run_id(logger.save_dir)}
         added.append(WandbLogger(**identity, save_dir=logger.save_dir, resume="allow", config=dict(config)))
-        ends.append(wandb.finish)  # nothing where no run has begun
+        ends.append(lambda: wandb.finish(int(sys.exception() is not None)))  # nothing where no run has begun
     if "trackio" in names:
         trackio = TrackioLogger(logger.name, f"{logger.version}-{_run_id(logger.save_dir)}", config)
         added.append(trackio)
@@ -86,7 +89,7 @@ def _run_id(folder: str) -> str:
     """Return the id of the folder's run at other trackers than MLflow."""
     file = Path(folder) / RUN_ID_FILE
     if not file.exists():
-        file.write_text(secrets.token_hex(4))
+        write_atomically(file, secrets.token_hex(4))
     return file.read_text()
 
 

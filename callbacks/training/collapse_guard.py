@@ -148,6 +148,8 @@ class CollapseGuard(L.Callback):
                 pl_module.log("train/valid_actions", valid / turns, batch_size=1)
         metrics = trainer.callback_metrics
         entry = {name: float(metrics[name]) for name, _ in self.rules.values() if name in metrics}
+        if str(trainer.precision).startswith("16") and not math.isfinite(entry.get("train/grad_norm", 0.0)):
+            del entry["train/grad_norm"]  # the loss scaler of float16 tries scales that are too large
         trajectories = float(metrics.get("train/trajectories", 0.0))
         if trajectories and "train/tool_calls" in metrics:  # both are sums over all ranks
             entry[CALLS] = float(metrics["train/tool_calls"]) / trajectories

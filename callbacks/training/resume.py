@@ -108,7 +108,7 @@ class IterationCheckpoint(Checkpoint):
         self,
         every_n_iterations: PositiveInt = 1,
         keep_best: bool = True,
-        monitor: str = "val/em",
+        monitor: str = "val/acc",
         mode: Literal["max", "min"] = "max",
     ) -> None:
         self.every_n_iterations = every_n_iterations

@@ -163,10 +163,13 @@ class PolicyModule(L.LightningModule):
         accept_shards(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Forget the metrics of the last step. Lightning would log those again that this step lacks, such as a mean
-        over no tokens."""
+        """Forget the training metrics of the last step. Lightning would log those again that this step lacks, such as a
+        mean over no tokens, and callbacks would read them."""
         results: Any = self.trainer._results
         results.reset()
+        read = self.trainer.callback_metrics
+        for name in [name for name in read if name.startswith("train/")]:
+            del read[name]
 
     def on_fit_start(self) -> None:
         if self.lora is None or not self.trainer.is_global_zero:

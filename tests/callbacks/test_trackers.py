@@ -73,8 +73,14 @@ def test_a_run_that_fails_before_it_logs_begins_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = SimpleNamespace(trackers=("wandb", "trackio"), name="tests", version="run", save_dir=str(tmp_path))
     trainer = SimpleNamespace(logger=logger, loggers=[logger], is_global_zero=True)
+    codes = []
+    monkeypatch.setattr("wandb.finish", codes.append)
     with pytest.raises(ValueError, match="no such model"), other_trackers(trainer, {}):
         raise ValueError("no such model")
+    trainer.loggers = [logger]
+    with other_trackers(trainer, {}):
+        pass
+    assert codes == [1, 0], "a failed run has failed"
     assert len(trainer.loggers) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["tracker_run_id"]
 

@@ -154,6 +154,22 @@ def test_ranks_share_fresh_and_kept_batches(make_data, monkeypatch):
         assert {t.response_ids for batch in batches for t in batch} == {t.response_ids for t in expected[position]}
 
 
+def test_attempts_at_one_question_differ_on_any_number_of_ranks(make_data, monkeypatch):
+    import data_modules.mixed_data_module as module
+
+    monkeypatch.setattr(module, "gather_lists", lambda own: own)
+
+    def sampled(rank, world):
+        data = make_data(AdaptiveOffPolicy(capacity=8, start=1.0), held_out=8)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world, estimated_stepping_batches=4)
+        data.setup("fit")
+        saved = SupervisedDataModule._rows(data, 0)[:3]
+        return data._sample(0, [t.replace(index=attempt) for t in saved for attempt in range(2)])
+
+    alone = {(t.task.id, t.response_ids) for t in sampled(0, 1)}
+    assert {(t.task.id, t.response_ids) for rank in range(2) for t in sampled(rank, 2)} == alone
+
+
 def test_weights_are_pushed_and_costs_counted_for_what_is_sampled_alone(make_data, model_dir, teacher_dir, tmp_path):
     data = make_data(OnPolicyShare(0.5))
     pushed, load = [], data.rollouts.load_weights

@@ -23,10 +23,10 @@ from tests.rollout.scripted_engine import ScriptedEngine
 
 def test_metrics_by_hand():
     # dH 1, 0, 0, 1; p (1 - p) is 1/4, 0, 0, 0: of centred products 1/8, 1/4 * 4 and 3/64 the correlation is 1 / sqrt(3)
-    found = fork_metrics([(1.0, 0.5), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)])
+    found = fork_metrics([("a", 1.0, 0.5), ("b", 0.0, 1.0), ("c", 0.0, 0.0), ("d", 1.0, 1.0)])
     assert found["forks/open"].mean == 0.25 and found["forks/open"].n == 4
     assert found["forks/correlation"].mean == pytest.approx(1 / math.sqrt(3))
-    assert set(fork_metrics([(1.0, 1.0), (0.0, 0.0)])) == {"forks/open"}, "outcomes are alike"
+    assert set(fork_metrics([("a", 1.0, 1.0), ("b", 0.0, 0.0)])) == {"forks/open"}, "outcomes are alike"
     assert fork_metrics([]) == {}
 
 

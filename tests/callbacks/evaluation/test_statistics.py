@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -12,6 +13,7 @@ from callbacks.evaluation.statistics import (
     bootstrap_function,
     bootstrap_interval,
     bootstrap_means,
+    bootstrap_pooled,
     bootstrap_seeds,
     bootstrap_strata,
     holm,
@@ -106,6 +108,12 @@ def test_resamples_without_a_denominator_are_left_out_and_bad_samples_refused():
     figure = bootstrap_function([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]], lambda m: m[0] / m[1])
     assert figure.mean == 2.0 and math.isfinite(figure.low) and math.isfinite(figure.high)
     assert bootstrap_function([[], []], lambda m: m[0]).n == 0
+    one_each = bootstrap_pooled([("a", [1.0]), ("b", [0.0]), ("c", [1.0])])
+    assert one_each == bootstrap_interval([1.0, 0.0, 1.0]) and bootstrap_pooled([]).n == 0
+    rows = [("a", [1.0])] * 4 + [("b", [0.0])] * 2  # a question's turns come and go together
+    pooled = bootstrap_pooled(rows)
+    assert (pooled.mean, pooled.low, pooled.high, pooled.n) == (4 / 6, 0.0, 1.0, 6)
+    assert pooled == dataclasses.replace(bootstrap_function([[4, 0], [4, 2]], lambda m: m[0] / m[1]), n=6)
     with pytest.raises(ValueError, match=r"measures of \[1, 2\] values"):
         bootstrap_function([[1.0], [1.0, 2.0]], lambda m: m[0])
     with pytest.raises(ValueError, match="the function is inf"), np.errstate(divide="ignore"):

@@ -156,10 +156,18 @@ def test_best_weights_are_exported_and_the_last_checkpoint_keeps_the_last(traine
     assert all(torch.equal(last[name], value) for name, value in export.states[3].items())
 
 
+def test_a_best_score_of_another_metric_is_not_compared_with():
+    again = Export(choose="best")
+    again.load_state_dict({"best_score": 0.9, "monitor": ("val/em", "max")})
+    assert again.best_score is None
+    again.load_state_dict({"best_score": 0.9, "monitor": ("val/acc", "max")})
+    assert again.best_score == 0.9
+
+
 def test_best_without_validation_warns_and_exports_the_last(trainer_for, tmp_path, model_dir, caplog):
     module, data = make_learner(model_dir)
     trainer_for([Export(choose="best")], max_epochs=1).fit(module, datamodule=data)
-    assert "no validation logged val/em" in caplog.text
+    assert "no validation logged val/acc" in caplog.text
     assert same_weights(
         policy_state(AutoModelForCausalLM.from_pretrained(tmp_path / "stage" / "model")), policy_state(module.policy)
     )

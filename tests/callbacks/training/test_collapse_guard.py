@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from lightning.pytorch import Trainer
 
 from callbacks.training.collapse_guard import CALLS, CollapseDetector, CollapseGuard, action_counts
 from rollout.storage import load_trajectories
@@ -104,6 +105,16 @@ def test_collapse_warns_once_keeps_evidence_and_stops(trainer_for, tmp_path, cap
     stopped = trainer_for([CollapseGuard(patience=3, stop=True)], max_epochs=1, limit_val_batches=0)
     stopped.fit(Scripted(metrics, batch, Trajectories))
     assert stopped.global_step == 5
+
+
+@pytest.mark.parametrize(("precision", "reports"), [("32-true", 1), ("16-mixed", 0)])
+def test_a_gradient_that_overflows_in_float16_is_no_collapse(trainer_for, caplog, monkeypatch, precision, reports):
+    monkeypatch.setattr(Trainer, "precision", precision)
+    norms = [{"train/grad_norm": math.inf}] * 2
+    trainer_for([CollapseGuard()], max_epochs=1, limit_val_batches=0).fit(
+        Scripted(norms, [make_trajectory()], Trajectories)
+    )
+    assert caplog.text.count("may be collapsing") == reports
 
 
 def test_guard_remembers_over_a_resume():

@@ -100,7 +100,7 @@ class Noisy(L.LightningModule):
             self.validated.append((iteration, float(self.layer.weight.sum())))
         random.random()  # a validation that draws must not shift the training
         # best at iteration 4
-        self.log("val/em", 1.0 / (1 + abs(iteration - 4)), batch_size=1)
+        self.log("val/acc", 1.0 / (1 + abs(iteration - 4)), batch_size=1)
 
 
 def run(trainer_for, folder, module: Noisy, resume: bool = False, **options: Any) -> tuple[Noisy, L.Trainer]:

@@ -84,11 +84,12 @@ def test_a_metric_that_a_step_lacks_is_not_that_of_the_last_step(model_dir, teac
     transforms = [Distillation(str(teacher_dir)), GuidedTurns()]
     module = GRPO(str(model_dir), advantage_transforms=transforms, use_grpo=False)
     logger = MLflowLogger("tests", "run", f"sqlite:///{tmp_path}/mlflow.db", save_dir=str(tmp_path), tracker="none")
-    fit(module, [rows(), rows(False)], logger=logger, log_every_n_steps=1)
+    trainer = fit(module, [rows(), rows(False)], logger=logger, log_every_n_steps=1)
     first, second = read_metrics(tmp_path / METRICS_FILE)
     assert first.metrics["train/guided_tokens"] > 0 and "train/loss_guided" in first.metrics
     assert second.metrics["train/guided_tokens"] == 0 and "train/loss_guided" not in second.metrics
     assert second.metrics["train/opd_log_ratio_min"] < 0
+    assert "train/loss_guided" not in trainer.callback_metrics
 
 
 @pytest.mark.parametrize("level", ["turn", "sequence"])
