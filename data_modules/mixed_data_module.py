@@ -62,6 +62,7 @@ class MixedDataModule(SupervisedDataModule):
         self.mixing, self.train_sampling = mixing, train_sampling
         self._how_sampled = fingerprint(type(mixing).__name__, sorted(vars(mixing).items()), train_sampling)
         self.just_sampled = False  # whether the last batch was rolled out for its step
+        self.sampled: list[Trajectory] = []  # this rank's share of those rolled out for the last such batch
         self.batch_metrics: dict[str, float] = {}  # of the last batch, for the log
         self._kept: deque[Trajectory] = deque(maxlen=mixing.capacity)
         self._guard = FailureGuard(self.max_infrastructure_failures, max_consecutive_failures)
@@ -105,6 +106,7 @@ class MixedDataModule(SupervisedDataModule):
         self.just_sampled = source == "fresh"
         if source == "fresh":
             sampled = self._sample(position, saved)
+            self.sampled = sampled[self.rank :: self.world_size]
             rows = self._short(row for t in sampled for row in split_turns(t))
             self._kept.extend(rows)
             scores = [t.reward.total for t in sampled if t.reward is not None]

@@ -69,7 +69,9 @@ class TrainingTotals(L.Callback):
     ) -> None:
         if not is_trajectories(batch) or not just_sampled(trainer):
             return
-        mine = (rollout_metrics(batch), rollout_metrics(getattr(data_module(trainer), "discarded", [])))
+        data = data_module(trainer)
+        sampled = getattr(data, "sampled", batch)  # a mixed batch has rows: a turn each, and none that is too long
+        mine = (rollout_metrics(sampled), rollout_metrics(getattr(data, "discarded", [])))
         ranks = gather_objects(mine)
         metrics = sum((kept for kept, _ in ranks), RolloutMetrics())
         self._discarded += sum((discarded for _, discarded in ranks), RolloutMetrics())

@@ -170,7 +170,11 @@ def test_attempts_at_one_question_differ_on_any_number_of_ranks(make_data, monke
     assert {(t.task.id, t.response_ids) for rank in range(2) for t in sampled(rank, 2)} == alone
 
 
-def test_weights_are_pushed_and_costs_counted_for_what_is_sampled_alone(make_data, model_dir, teacher_dir, tmp_path):
+@pytest.mark.parametrize("rows", [1, 2])  # of a trajectory, which have a prompt each
+def test_weights_are_pushed_and_costs_counted_for_what_is_sampled_alone(
+    make_data, model_dir, teacher_dir, tmp_path, monkeypatch, rows
+):
+    monkeypatch.setattr("data_modules.mixed_data_module.split_turns", lambda trajectory: [trajectory] * rows)
     data = make_data(OnPolicyShare(0.5))
     pushed, load = [], data.rollouts.load_weights
     data.rollouts.load_weights = lambda weights, version, **kw: (pushed.append(version), load(weights, version, **kw))[
