@@ -217,7 +217,8 @@ class ServerPool:
         while True:
             await asyncio.sleep(WATCH_S)
             await self._settled.wait()
-            for server in self.serving if self.sends else ():
+            watched = [s for s in self.serving if s.checked is not None]  # the start has yet to check the others
+            for server in watched if self.sends else ():
                 held = self.held
                 try:
                     await self._require_held(server)

@@ -234,6 +234,27 @@ def test_a_server_in_a_long_push_is_not_taken_for_silent(monkeypatch):
     run(main)
 
 
+def test_the_watch_leaves_servers_alone_that_the_start_has_not_checked(monkeypatch, caplog):
+    monkeypatch.setattr(pools, "WATCH_S", 0.01)
+
+    async def main():
+        async with StandIn().running() as server:
+            engine = VLLMServers([server.url], "m", 64)
+            engine._shapes = {"scores": (WORDS, WORDS)}, set()
+            (client,), post = engine._servers, engine._servers[0].post
+
+            async def slow(*request, **options):
+                await asyncio.sleep(0.2)  # the watch looks many times
+                return await post(*request, **options)
+
+            monkeypatch.setattr(client, "post", slow)
+            await engine.start()
+            assert await client.held() == "0-start" and not caplog.text
+            await engine.close()
+
+    run(main)
+
+
 def test_a_server_that_is_silent_in_a_push_is_not_lost(monkeypatch):
     """vLLM answers after the work of the push, which may take longer than a check."""
     monkeypatch.setattr(pools, "WATCH_S", 0.01)
