@@ -34,7 +34,7 @@ from rollout.trajectory import InfrastructureError
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 10.0  # longest pause between two checks of a lost server
-CHECK_LOST_S = 3.0
+CHECK_LOST_S = 3.0  # that a push waits for a lost server
 WARN_EVERY_S = 60.0
 ROUTER_PAUSE_S = 0.5
 WATCH_S = 5.0  # between looks whether servers hold the right weights

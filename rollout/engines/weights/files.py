@@ -321,7 +321,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(f"{PREFIX}*"):
         writer, *rest = path.name.removeprefix(PREFIX).split("-")
         with contextlib.suppress(FileNotFoundError, PermissionError):  # another process deletes it, or it is not ours
-            if rest[0] != _namespace() and len(rest) > 1:
+            if len(rest) > 1 and rest[0] != _namespace():
                 left = time.time() - path.stat().st_mtime > OLD_S
             else:
                 left = not Path("/proc", writer).exists()

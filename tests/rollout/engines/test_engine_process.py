@@ -296,7 +296,11 @@ def test_files_of_other_containers_and_users_stay(tmp_path, monkeypatch):
     os.utime(old, (0, 0))
     remove_leftovers(tmp_path)
     assert theirs.exists() and not old.exists()
-    (tmp_path / f"{PREFIX}999999999-another-users").touch()
+    shorter = tmp_path / f"{PREFIX}999999999"  # a name without a namespace
+    shorter.touch()
+    remove_leftovers(tmp_path)
+    assert not shorter.exists()
+    (tmp_path / f"{PREFIX}999999999-x").touch()
 
     def refuse(path):
         raise PermissionError(path)
