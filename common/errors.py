@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import IO
 
 OUTPUT_CHARACTERS = 300  # of a child process's output, in messages
@@ -17,6 +18,14 @@ class FileError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, as "SIGKILL"; a real-time signal has none and is named by its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def end_of_output(file: IO[str]) -> str:

@@ -18,6 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
+from common.errors import signal_name
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = __name__.rpartition(".")[0]
 OUT_OF_MEMORY = "see with nvidia-smi what else is on the GPU; if nothing is, take a smaller --model"
@@ -172,7 +174,7 @@ def _end(child: subprocess.Popen[str], log: Path, began: int) -> str:
     with log.open() as file:
         file.seek(began)
         lines = [line.strip() for line in file if line.strip()]
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     return f"{how}: {lines[-1]}" if lines else how
 
 

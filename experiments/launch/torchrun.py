@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from common.errors import signal_name
 from experiments.registry.hardware import Ranks
 from experiments.stages.context import Node
 from experiments.stages.stage import INTERRUPTED, PARENT_VARIABLE, REFUSED, die_with_parent
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else signal.Signals(-failure.exitcode).name
+        how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else signal_name(-failure.exitcode)
         how += " (killed from outside, perhaps for lack of memory)" if failure.exitcode == -signal.SIGKILL else ""
         others = f"; torchrun has ended the other {len(error.failures) - 1}" if len(error.failures) > 1 else ""
         print(f"rank {rank} ended first: {how}{others}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from common.errors import signal_name
 from rollout.trajectory import InfrastructureError
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package `rollout`
@@ -148,7 +148,7 @@ class Child:
             return f"an exception in its process: {self.trace.strip().splitlines()[-1]}"
         code = self.process.wait()
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             hint = " (this CPU cannot run the chosen dtype: use float32)" if name == "SIGILL" else ""
             hint = " (out of memory? lower kv_cache_bytes or max_length)" if name == "SIGKILL" else hint
             return f"its process was killed by {name}{hint}"

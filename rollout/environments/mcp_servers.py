@@ -28,7 +28,7 @@ from common.errors import end_of_output, one_line
 from common.files import write_atomically
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.environments.base import StepResult
-from rollout.environments.question_answering import QuestionAnsweringEnvironment
+from rollout.environments.question_answering import QuestionAnsweringEnvironment, one_by_one
 from rollout.services.http_client import ApiKey
 from rollout.services.task_variables import task_variables
 from rollout.tools.limits import LimitedTool, ToolLimits
@@ -37,6 +37,8 @@ from rollout.trajectory import Action, CallOutcome, InfrastructureError, Task, T
 
 TOOLS_FILE = "tools.json"
 CONNECT_S = 30.0  # of an HTTP connection
+# What the client says in place of an HTTP status of 400 or more, and a server of a session that it no longer has.
+HTTP_FAILURES = ("Server returned an error response", "Session terminated", "Session not found")
 DEFAULT_LIMITS = ToolLimits()
 
 
@@ -101,14 +103,17 @@ class Session:
         return await asyncio.shield(self._ready)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call a tool. Raises MCPError if the server refuses, and InfrastructureError if it is gone."""
+        """Call a tool. Raises MCPError if the server refuses, and InfrastructureError if it is gone or has lost the
+        session."""
         client = await self.client()
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
+            gone = self.server.url is not None and error.message in HTTP_FAILURES
+            if error.code != CONNECTION_CLOSED and not gone:
                 raise
             self.lost = True
+            self._end.set()
             raise InfrastructureError(f"MCP server {self.server.where} ended in a call of {name}") from error
 
     async def close(self) -> None:
@@ -318,7 +323,7 @@ class MCPEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         assert self._calls is not None
-        return await self._calls.step(action)
+        return await one_by_one(self._calls.step, action)  # a later call may read what an earlier one has written
 
     async def close(self) -> None:
         await self._stack.aclose()

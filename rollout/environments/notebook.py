@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.environments.base import Environment, StepResult
-from rollout.environments.question_answering import QuestionAnswering, QuestionAnsweringEnvironment
+from rollout.environments.question_answering import QuestionAnswering, QuestionAnsweringEnvironment, one_by_one
 from rollout.tools.base import Tool
 from rollout.tools.limits import LimitedTool
 from rollout.tools.python.tool import program_text
@@ -89,13 +89,7 @@ class NotebookEnvironment(QuestionAnsweringEnvironment):
         return await super().resume(turns, calls)
 
     async def step(self, action: Action) -> StepResult:
-        results: list[ToolResult] = []
-        latencies: list[float] = []
-        for request in action.calls:
-            step = await super().step(dataclasses.replace(action, calls=(request,)))
-            results += step.results
-            latencies += step.latencies_s
-        return StepResult(tuple(results), tuple(latencies))
+        return await one_by_one(super().step, action)
 
     async def _run(self, request: ToolRequest, refusal: ToolResult | None) -> tuple[ToolResult, float]:
         result, seconds = await super()._run(self._with_history(request), refusal)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from common.ranges import NonNegativeInt
 from rollout.environments.base import Environment, StepResult
@@ -122,3 +123,12 @@ class QuestionAnsweringEnvironment:
 
     async def close(self) -> None:
         """Close nothing: the tools belong to the factory."""
+
+
+async def one_by_one(step: Callable[[Action], Awaitable[StepResult]], action: Action) -> StepResult:
+    """Execute the calls of an action in order, each after the one before, for tools that share a state."""
+    steps = [await step(dataclasses.replace(action, calls=(request,))) for request in action.calls]
+    return StepResult(
+        tuple(result for one in steps for result in one.results),
+        tuple(seconds for one in steps for seconds in one.latencies_s),
+    )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from common.errors import one_line
 from rollout.engines.base import Engine, EngineGone, Generation, SamplingParams
 from rollout.environments.base import Environment, EnvironmentFactory, FirstObservation, StepResult
 from rollout.loop.guide import plays
@@ -261,7 +262,12 @@ class AgentLoop:
         if start is None:
             if request.inject_skills and request.mode is PromptMode.AGENT:
                 state.task = self.first_prompts.with_skills(state.task)
-            state.prompt_ids = self._prompt_ids(state.task, request.mode)
+            try:
+                state.prompt_ids = self._prompt_ids(state.task, request.mode)
+            except ValueError as error:
+                if first is None:  # the task's own fault
+                    raise
+                raise InfrastructureError(f"{type(environment).__name__}.reset: {one_line(error)}") from error
             return
         state.task = dataclasses.replace(state.task, skills=start.task.skills)  # the inherited prompt contains them
         state.continue_from(start, at)

@@ -19,7 +19,7 @@ from rollout.programs.dialects import chat_completions
 from rollout.programs.protocol import ProgramProtocol
 from rollout.programs.requests import ChatRequest, Reply, RequestError
 from rollout.programs.served_model import ServedModel
-from rollout.protocols.call_formats import UnclosedThinking
+from rollout.protocols.call_formats import CLOSE, OPEN, UnclosedThinking
 from rollout.protocols.hermes import CUT, UNCLOSED, UNREADABLE
 from rollout.tags import boxed, unwrapped
 from rollout.trajectory import Action, ActionKind, InfrastructureError, StopReason, finite_number
@@ -183,6 +183,8 @@ class Session:
         action, calls, said = None, (), ""
         try:
             said, calls = reader.read(whole)
+            if calls and not ended and OPEN in whole and CLOSE not in whole.rpartition(OPEN)[2]:
+                calls = ()  # cut inside a call, which GLM's form can read with the arguments so far
         except UnclosedThinking:
             error = UNCLOSED.format(closing=chat.thinking_tags[1]) if ended else CUT
             action = Action(ActionKind.INVALID, error=error, ended=ended)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from common.text import whole
 from rollout.tags import between
 from rollout.tokenizer import render_chat
 from rollout.trajectory import ToolRequest
@@ -301,7 +302,7 @@ def typed(value: str, schema: Mapping[str, Any] | None) -> Any:
     if not types or types == {"string"}:
         return value
     try:
-        read = _PYTHON[value] if value in _PYTHON else json.loads(value)
+        read = _PYTHON[value] if value in _PYTHON else whole(_JSON.decode(value))
     except (ValueError, RecursionError):
         return value
     return read if types & _JSON_TYPES.get(type(read), set()) else value

@@ -139,8 +139,10 @@ class TextProtocol:
         for _ in range(3):  # a character has at most four bytes, so at most three tokens of a broken one are left
             if head and self.decode(head[-4:]).endswith("\ufffd"):
                 head.pop()
-        # If one token spans the opening tag and the first letters of the text, the tag may not fit alone.
-        return (head + tail, True) if self.decode(head).startswith(opening) else ([], True)
+        # If one token spans the opening tag and the first letters of the text, the tag may not fit alone. Decoders of
+        # the Llama kind drop a blank at the start.
+        whole = self.decode(head).lstrip(" ").startswith(opening.lstrip(" "))
+        return (head + tail, True) if whole else ([], True)
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:

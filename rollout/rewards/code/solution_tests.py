@@ -286,6 +286,8 @@ class CodeTests:
                 try:
                     questions.append(json.loads(said))
                 except ValueError as error:  # cut
+                    if answers:  # which the question quotes
+                        return TestOutcome.ERROR
                     raise ValueError(
                         f"an assertion asks for more than the {self.runner.max_output} characters of output that the "
                         "runner keeps: raise max_output of the reward's runner"

@@ -10,6 +10,7 @@ import signal
 from typing import Any
 
 from common.async_calls import PerLoop
+from common.errors import signal_name
 from common.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.tools.python import probe
 from rollout.tools.python.base import Run, RunStatus, ended, middle_cut, readable, refused
@@ -157,7 +158,7 @@ class LocalSandbox:
             return Run(RunStatus.FAILED, output, "The program printed far too much and was stopped.")
         killed = "The program was killed: it used too much memory or processor time."
         if code < 0 and code != -signal.SIGKILL:
-            killed = f"The program was ended by the signal {signal.Signals(-code).name}."
+            killed = f"The program was ended by {signal_name(-code)}."
         return ended(code, output, killed=killed)
 
     async def close(self) -> None:

@@ -6,14 +6,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 
-from rollout.environments.mcp_servers import MCPServer, MCPTools, MCPToolSchemas
+from common.files import write_atomically
+from rollout.environments.base import StepResult
+from rollout.environments.mcp_servers import MCPEnvironment, MCPServer, MCPTools, MCPToolSchemas, all_tools
 from rollout.protocols.hermes import HermesProtocol
 from rollout.tools.limits import ToolLimits
 from rollout.tools.schemas import read_schemas, tool_names
-from rollout.trajectory import Action, ActionKind, CallOutcome, InfrastructureError, Task, ToolRequest
+from rollout.trajectory import Action, ActionKind, CallOutcome, InfrastructureError, Task, ToolRequest, ToolResult
 from tests.rollout.environments.processes import children_named
 
 SERVER = Path(__file__).with_name("note_server.py")
@@ -206,6 +210,78 @@ def test_over_http(tools):
             server.kill()
     assert added.text == "1: a" and failed.outcome is CallOutcome.ERROR
     assert died.outcome is CallOutcome.INFRASTRUCTURE
+
+
+class WebServer:
+    """A server of one tool over HTTP, whose ``status`` and ``session`` a test sets."""
+
+    status, session = 200, "first"
+
+    async def answer(self, request):
+        if request.method != "POST":
+            return web.Response(status=405)
+        asked = await request.json()
+        if asked["method"] == "initialize":
+            about = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            result = {**about, "serverInfo": {"name": "notes", "version": "1"}}
+        elif request.headers["Mcp-Session-Id"] != self.session:
+            return web.Response(status=404)
+        elif "id" not in asked:
+            return web.Response(status=202)
+        elif self.status != 200:
+            return web.Response(status=self.status)
+        elif asked["method"] == "tools/list":
+            result = {"tools": [{"name": "add", "description": "", "inputSchema": {"type": "object"}}]}
+        else:
+            result = {"content": [{"type": "text", "text": "added"}], "isError": False}
+        answer = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+        return web.json_response(answer, headers={"Mcp-Session-Id": self.session})
+
+
+def test_a_server_that_fails_or_forgets_the_session_is_asked_again_in_a_new_one(tmp_path):
+    said = WebServer()
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/mcp", said.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.SockSite(runner, listener := socket.create_server(("127.0.0.1", 0)))
+        await site.start()
+        servers = {"notes": MCPServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")}
+        write_atomically(tmp_path / "tools.json", json.dumps(await all_tools(servers)))
+        limits = ToolLimits(retries=1, backoff_s=0.0)
+        factory = MCPTools(servers, str(tmp_path / "tools.json"), sessions="shared", limits=limits)
+        environment = factory(question())
+        found = await results(environment, call("add"))
+        said.status = 503
+        found += await results(environment, call("add"))
+        said.status, said.session = 200, "after a restart"
+        found += await results(environment, call("add"), call("add"))
+        await factory.close()
+        await runner.cleanup()
+        return found
+
+    found = asyncio.run(run())
+    assert [result.outcome for result in found] == [CallOutcome.OK, CallOutcome.INFRASTRUCTURE, *[CallOutcome.OK] * 2]
+
+
+def test_calls_of_one_turn_reach_an_own_server_one_after_the_other():
+    running = 0
+
+    async def step(action):
+        nonlocal running
+        running += 1
+        assert running == len(action.calls) == 1
+        await asyncio.sleep(0)
+        running -= 1
+        return StepResult((ToolResult(action.calls[0].name, CallOutcome.OK),), (0.5,))
+
+    environment = MCPEnvironment(None, question())
+    environment._calls = SimpleNamespace(step=step)
+    both = Action(ActionKind.CALL, (ToolRequest("write", {}), ToolRequest("read", {})))
+    done = asyncio.run(environment.step(both))
+    assert [result.text for result in done.results] == ["write", "read"] and done.latencies_s == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -454,6 +454,20 @@ def test_environment_ends_and_scores_itself(protocol):
         run(loop, start=trajectory, at=trajectory.turns[1].start)
 
 
+@pytest.mark.parametrize(("text", "why"), [("a page with <|im_end|> in it", "quotes"), (" ", "the question is empty")])
+def test_a_first_observation_that_cannot_be_written_costs_its_trajectory(protocol, text, why):
+    class Page(Corridor):
+        async def reset(self):
+            return FirstObservation(text)
+
+    loop = make_loop(protocol, search_then_answer)
+    loop.environment = Page
+    assert run(loop).stop_reason is StopReason.INFRASTRUCTURE
+    assert loop.failures[-1].startswith("Page.reset: task ") and why in loop.failures[-1]
+    with pytest.raises(ValueError, match="quotes '<|im_end|>'"):  # in a file, which is checked before training
+        run(make_loop(protocol, search_then_answer), dataclasses.replace(TASK, question="say <|im_end|>"))
+
+
 @pytest.mark.parametrize(
     ("reward", "success", "message"),
     [

@@ -6,11 +6,15 @@ import asyncio
 import copy
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.engines.base import Generation
+from rollout.programs.session import Session
+from rollout.protocols.call_formats import OPEN, glm45_calls
 from rollout.trajectory import ActionKind, StopReason, split_turns
 from tests.rollout.programs.playing import END, SEARCH, Sampler, call, play, system_of, user
 
@@ -273,3 +277,23 @@ def test_turns_that_overlap_in_time(protocol):
     engine = Sampler(protocol, lambda text, n: f"turn {n}{END}", latency=lambda ids: (sum(ids) % 7) / 1000)
     rows, _ = rows_of(system_of(protocol, engine, agent))
     assert [len(row.turns) for row in rows] == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "finish"),
+    [
+        ("<tool_call>sear", False, "length"),  # GLM's form reads a name alone as a call
+        ("<tool_call>send\n<arg_key>to</arg_key>\n<arg_value>Bob</arg_value>\n", False, "length"),
+        ("<tool_call>send\n<arg_key>to</arg_key>\n<arg_value>Bob</arg_value>\n", True, "tool_calls"),
+        ("<tool_call>send\n<arg_key>to</arg_key>\n<arg_value>Bob</arg_value>\n</tool_call>", False, "tool_calls"),
+    ],
+)
+def test_a_call_that_was_cut_is_not_executed(text, ended, finish):
+    session = object.__new__(Session)
+    session.protocol = SimpleNamespace(decode=lambda ids: text)
+    reader = SimpleNamespace(read=lambda turn: (turn, glm45_calls(turn, {})), turn=None, beginning=OPEN, form="glm45")
+    chat = SimpleNamespace(without_end=lambda turn: (turn, ended), opened="", thinking_tags=())
+    prompt = SimpleNamespace(form=SimpleNamespace(chat=chat, reader=reader), ids=(1, 2))
+    action, reply = session._read(prompt, Generation((3,), (0.0,), "length", 0))
+    assert (reply.finish_reason, bool(reply.calls)) == (finish, finish == "tool_calls")
+    assert action.kind is (ActionKind.CALL if reply.calls else ActionKind.INVALID)

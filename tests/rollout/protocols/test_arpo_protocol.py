@@ -67,6 +67,13 @@ def test_a_long_result_keeps_its_tags_at_every_budget(arpo):
     assert shortest is not None and shortest < 40
 
 
+def test_a_decoder_that_drops_a_blank_at_the_start_loses_no_result(arpo, monkeypatch):
+    whole = type(arpo).decode
+    monkeypatch.setattr(type(arpo), "decode", lambda self, ids: whole(self, ids).removeprefix(" "))  # LlamaTokenizer's
+    ids, cut = arpo.observation_ids(CALL, [ToolResult("word " * 200, CallOutcome.OK)], 60)
+    assert cut and 0 < len(ids) <= 60 and whole(arpo, ids).startswith(" <result>\nword")
+
+
 def test_prompts(model_dir, arpo):
     question = TASK.question
     assert arpo.decode(arpo.prompt_ids(TASK)) == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

@@ -134,6 +134,8 @@ def test_mistral_lists_and_ids():
         ("[1]", {"type": "array"}, [1]),
         ("[1", {"type": "array"}, "[1"),
         ("{}", {"type": "string"}, "{}"),
+        ('["\\ud83d"]', {"type": "array"}, ["\ufffd"]),  # half a pair could not be sent or saved
+        ("NaN", {"type": "number"}, "NaN"),
         ("3", None, "3"),
     ],
 )

@@ -142,3 +142,5 @@ def test_what_goes_wrong_apart_from_the_answer(bench, monkeypatch):
     assert outcome("def f(x): return 1", "assert f(1) + nowhere(2)") == ERROR
     assert outcome("def f(x): return 1", "assert f(lambda: 3)") == ERROR, "a function cannot be given"
     assert outcome("def f(x): return 0", "while True:\n    if f(1): raise ValueError") == TestOutcome.TIMEOUT
+    long = "def check(candidate):\n    assert candidate(candidate('a') * 2) == 'b'"
+    assert outcome("def f(x): return 'z' * 600_000", long) == ERROR, "the judge's question would quote it twice"
