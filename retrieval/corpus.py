@@ -290,7 +290,7 @@ def _ours(record: object, columns: Mapping[str, str], row: int) -> object:
         return record
     id_, title, text, contents = (record.get(columns.get(name, name)) for name in OWN)
     id_ = row - 1 if id_ is None else id_
-    if contents is None or (columns.get("text") == "contents" and "contents" not in columns):
+    if contents is None or ("text" in columns and "contents" not in columns):  # the user names the text
         if not isinstance(text, str) or not text.strip():
             name = columns.get("text", "text")
             if name not in record and "text" not in columns:

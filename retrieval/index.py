@@ -28,11 +28,12 @@ import fcntl
 import importlib.metadata
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.ranges import PositiveInt
 from retrieval.corpus import (
@@ -54,6 +55,9 @@ from retrieval.index_config import (
     read_metadata,
 )
 from retrieval.types import IndexFolderError
+
+if TYPE_CHECKING:
+    from retrieval.dense.vectors import VectorShards
 
 
 class BuildIndex:
@@ -192,6 +196,7 @@ class BuildIndex:
             shards = VectorShards(self.vectors)
             if shards.described["corpus"] != passages:
                 raise IndexFolderError(f"vectors {self.vectors} are of another corpus than {self.corpus}")
+            require_encoder(shards, encoder, dimension)
         else:
             shards = encode_corpus(folder, passages, own, encoder, threads=self.threads, device=self.device)
         build_faiss_index(shards, output, self.kind, hnsw=self.hnsw, ivfpq=self.ivfpq, threads=self.threads)
@@ -202,6 +207,30 @@ class BuildIndex:
             found = sampled_recall(folder, shards.folder, self.kind, self._settings(), self.threads, self.device)
         shutil.rmtree(own, ignore_errors=True)
         return found
+
+
+def require_encoder(shards: VectorShards, encoder: EncoderConfig, dimension: int) -> None:
+    """Raise IndexFolderError if vectors were not made by an encoder with these options. The folder of a model may have
+    moved, so another name is only printed."""
+    made = shards.described["encoder"]
+    for name in ("passage_prefix", "pooling", "max_length"):
+        if made[name] != getattr(encoder, name):
+            raise IndexFolderError(
+                f"vectors {shards.folder} were made with encoder.{name} {made[name]!r}; found "
+                f"{getattr(encoder, name)!r}; give the options that the vectors were made with"
+            )
+    if shards.dimension != dimension:
+        raise IndexFolderError(
+            f"vectors {shards.folder} have dimension {shards.dimension}, encoder {encoder.model} has {dimension}; give "
+            f"the encoder that made them, {made['model']}"
+        )
+    if made["model"] != encoder.model:
+        print(
+            f"vectors {shards.folder} were made by encoder {made['model']}, queries are encoded by {encoder.model}: "
+            "these must be copies of one model",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _versions(*packages: str) -> dict[str, str]:

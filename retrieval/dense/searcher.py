@@ -128,8 +128,6 @@ class DenseSearcher:
 
     def search_vectors(self, vectors: np.ndarray, k: int) -> list[list[Hit]]:
         """Return at most ``k`` hits for each unit vector [Q, dimension], best first."""
-        if self._ef_search is not None:  # a width below k would return fewer and worse hits
-            cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
         scores, rows = self.nearest(vectors, k)
         # Faiss fills missing hits with row -1
         return [
@@ -140,6 +138,8 @@ class DenseSearcher:
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the cosines and row numbers of the nearest vectors, each [Q, k], best first. Row -1 is a missing
         hit."""
+        if self._ef_search is not None:  # a width below k would return fewer and worse hits
+            cast(faiss.IndexHNSWFlat, self._index).hnsw.efSearch = max(self._ef_search, k)
         if self._exact is None:
             return self._index.search(vectors, k)
         _, rows = self._index.search(vectors, max(k, self._candidates))

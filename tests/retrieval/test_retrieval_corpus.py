@@ -189,6 +189,15 @@ def test_all_faults_of_a_corpus_are_told_with_their_lines(tmp_path):
         assert said in fault
 
 
+def test_a_text_column_that_is_named_is_read_beside_a_column_contents(tmp_path):
+    row = {"id": 1, "headline": "Fire", "summary": "A fire in Rome.", "contents": "One.\nTwo."}
+    (tmp_path / "c.jsonl").write_text(json.dumps(row))
+    [passage] = read_corpus(tmp_path / "c.jsonl", {"title": "headline", "text": "summary"})
+    assert passage.contents == '"Fire"\nA fire in Rome.'
+    [passage] = read_corpus(tmp_path / "c.jsonl", {})
+    assert passage.contents == "One.\nTwo."
+
+
 def test_a_mapping_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
     pl.DataFrame({"body": ["x"]}).write_parquet(tmp_path / "c.parquet")

@@ -22,7 +22,7 @@ from retrieval.dense.faiss_index import build_faiss_index, factory_of, kind_of, 
 from retrieval.dense.searcher import DenseSearcher, recall
 from retrieval.dense.sizes import available_memory, index_bytes, lists_of
 from retrieval.dense.vectors import VectorShards, encode_corpus, shard_files
-from retrieval.index import BuildIndex
+from retrieval.index import BuildIndex, require_encoder
 from retrieval.index_config import EncoderConfig, HNSWConfig, IVFPQConfig, read_metadata
 from retrieval.process import RetrieverProcess
 from retrieval.retriever import Retriever, SearchSettings, reciprocal_rank_fusion
@@ -185,6 +185,8 @@ def test_every_kind_finds_what_it_should_in_the_bytes_it_says(
     options = {"dense_ivfpq": {"probes": 16, "exact": shards, "candidates": 200}, "dense_hnsw": {"ef_search": 64}}
     opened = DenseSearcher(tmp_path / "index", config, **options.get(kind, {}))
     scores, rows = opened.nearest(queries, 3)
+    if kind == "dense_hnsw":
+        assert opened._index.hnsw.efSearch == 64, "recall is measured as the search searches"
     assert np.mean([len(set(a) & set(b)) / 3 for a, b in zip(rows, exact, strict=True)]) >= least
     assert recall(rows, queries, shards) == pytest.approx(recall_by_hand(rows, exact))
     if kind == "dense_ivfpq":  # by their own vectors, not by what their codes say
@@ -341,6 +343,23 @@ def test_a_compressed_index_keeps_its_vectors_says_its_recall_and_serves_as_vect
     assert sq8["recall"] >= 0.9 and read_metadata(sq8["index"]).recall == sq8["recall"]
     with pytest.raises(ValueError, match="probes: only for dense_ivfpq indexes"):
         SearchSettings(probes=4).check([read_metadata(sq8["index"])])
+
+
+def test_vectors_of_another_encoder_are_refused(facts, config, tmp_path, monkeypatch, capsys):
+    from dataclasses import replace
+
+    made = replace(config, passage_prefix="passage: ")
+    write_store(facts, tmp_path / "store")
+    shards = encode_corpus(tmp_path / "store", "abc", tmp_path / "vectors", made)
+    for changed in ({}, {"passage_prefix": "passage: ", "pooling": "cls"}):
+        with pytest.raises(IndexFolderError, match="were made with encoder.p"):
+            require_encoder(shards, replace(config, **changed), 384)
+    with pytest.raises(IndexFolderError, match="have dimension 384, encoder .* has 768"):
+        require_encoder(shards, made, 768)
+    require_encoder(shards, replace(made, query_prefix="query: ", batch_size=2), 384)
+    assert "copies of one model" not in capsys.readouterr().err
+    require_encoder(shards, replace(made, model="/moved"), 384)
+    assert "queries are encoded by /moved: these must be copies of one model" in capsys.readouterr().err
 
 
 def test_an_encoder_that_does_not_fit_is_refused(flat, config, model_dir, tmp_path):
