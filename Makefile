@@ -22,7 +22,7 @@ RUN := $(PY) -m experiments
 SEED_FLAG := $(if $(SEED),--seed $(SEED))
 RESUME_FLAG := $(if $(RESUME),--resume $(RESUME))
 COMPARE_FLAG := $(if $(filter-out 0,$(COMPARE)),--compare)
-FRESH_FLAG := $(if $(FRESH),--fresh)
+FRESH_FLAG := $(if $(filter-out 0,$(FRESH)),--fresh)
 ALLOW_FLAG := $(if $(ALLOW),--allow $(ALLOW))
 SBATCH_ALL := $(strip $(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) $(if $(TIME),--time=$(TIME)) $(SBATCH))
 LAUNCH_FLAGS = $(if $(LAUNCH),--launch $(LAUNCH)) $(if $(NNODES),--nodes $(NNODES)) $(if $(NPROC),--processes $(NPROC)) $(if $(SBATCH_ALL),--sbatch="$(SBATCH_ALL)")
@@ -73,7 +73,7 @@ smoke: setup ## run a small chain in 3 minutes: search, SFT, GRPO, tests, a tabl
 	@$(RUN) train smoke --compare $(ARGS)
 
 evaluate: setup ## test a checkpoint or model folder; CKPT=path
-	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(ARGS)
+	@$(RUN) evaluate $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(filter-out 0,$(TRUST)),--trust) $(ARGS)
 
 lint: setup ## run ruff, pyright and the import contract
 	@.venv/bin/ruff check
@@ -106,7 +106,7 @@ ui: setup ## open the runs in MLflow; PORT=5000
 	@$(RUN) ui --port $(or $(PORT),5000) $(ARGS)
 
 export: setup ## write a Hugging Face folder; CKPT=last|best|path TO=dir|hub:owner/name
-	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(TRUST),--trust) $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PUBLIC),--public) $(ARGS)
+	@$(RUN) export $(EXP) $(SEED_FLAG) $(if $(CKPT),--checkpoint "$(CKPT)") $(if $(filter-out 0,$(TRUST)),--trust) $(if $(TO),--to "$(TO)") $(if $(DTYPE),--dtype $(DTYPE)) $(if $(filter-out 0,$(PUBLIC)),--public) $(ARGS)
 
 experiments: setup ## list experiments; LIKE=sod ALGORITHM=GRPO HARDWARE=cpu
 	@$(RUN) list $(if $(LIKE),--like "$(LIKE)") $(if $(ALGORITHM),--algorithm "$(ALGORITHM)") $(if $(HARDWARE),--hardware "$(HARDWARE)")
@@ -157,4 +157,4 @@ docs-serve: setup ## serve the site while you write; PORT=8001
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve --dev-addr 127.0.0.1:$(or $(PORT),8001)
 
 clean: setup ## remove stages that cannot resume; FORCE=1, ALL=1 for more
-	@$(RUN) clean $(if $(ALL),--all) $(if $(FORCE),--force) $(ARGS)
+	@$(RUN) clean $(if $(filter-out 0,$(ALL)),--all) $(if $(filter-out 0,$(FORCE)),--force) $(ARGS)

@@ -92,10 +92,15 @@ def first_task(arguments: Config, config: Config, options: Sequence[str]) -> Tas
     """Return the first task of the first question file that one of the ``options`` in ``arguments`` names, worded as
     in the experiment; None without a file."""
     from data_modules.datasets.questions import load_tasks
-    from experiments.stages.data_files import loading
+    from experiments.stages.data_files import listed, loading
+    from experiments.stages.parser import refusals
 
-    files = [path for option in options for path in arguments.get(option) or ()]
-    return loading(config).worded(load_tasks(files[0], answers=False)[:1])[0] if files else None
+    files = [path for option in options for path in listed(arguments.get(option))]
+    if not files:
+        return None
+    invalid, columns = arguments.get("on_invalid_row", "refuse"), arguments.get("columns")
+    with refusals("questions"):
+        return loading(config).worded(load_tasks(files[0], invalid, answers=False, columns=columns)[:1])[0]
 
 
 def asked_task(question: str, example: Task | None) -> Task:

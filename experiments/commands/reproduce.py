@@ -9,6 +9,7 @@ from typing import Any
 from experiments.commands.command import command, make_graph, named, numbers, option
 from experiments.commands.preconditions import ALLOW, require_gates
 from experiments.launch import runner
+from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
 from experiments.stages.store import StageFolder
@@ -27,13 +28,15 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     Experiments with ``preconditions`` first measure their gates on all seeds.
 
     Raises:
-        ExperimentError: seeds that are not numbers.
+        ExperimentError: seeds that are not numbers, or an ablation seed that is not among ``--seeds``.
         StageFailed: a stage or a gate failed; the next call continues from there.
     """
     context = dataclasses.replace(context, compare=True)
     shown = named(context, "reproduce", SEEDS=args.seeds, ABLATION_SEEDS=args.ablation_seeds, ALLOW=args.allow)
     seeds = numbers("--seeds", args.seeds, "0,1,2")
     ablation_seeds = numbers("--ablation-seeds", args.ablation_seeds, "0,1,2") if args.ablation_seeds else seeds
+    if extra := sorted(set(ablation_seeds) - set(seeds)):
+        raise ExperimentError(f"--ablation-seeds: found {extra}, which are not in --seeds {seeds}; take a part of them")
     rows: list[dict[str, Any]] = []
     about = make_graph(context).target().config["experiment"]
     gates = {}

@@ -298,7 +298,7 @@ def make_stage(
         except StageFailed as failure:
             _require_folder(stage, store, context)
             if failure.exit_code == REFUSED and not keep:
-                store.undo_prepare()
+                store.undo_prepare(earlier)
             raise
         _require_folder(stage, store, context)
         store.finish(_result(stage, store, context, seconds))

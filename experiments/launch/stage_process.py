@@ -7,6 +7,7 @@ killed, the kernel ends the child (``stages.stage.die_with_parent``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -141,12 +142,13 @@ def run_child(
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
-        if presses == 1:
-            say("stopping cleanly; Ctrl-C again ends the stage at once")
-            child.send_signal(signal.SIGINT)
-        else:
-            say("ended at once")
-            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # of a terminal that was closed, or a stage that has just ended
+            if presses == 1:
+                child.send_signal(signal.SIGINT)
+                say("stopping cleanly; Ctrl-C again ends the stage at once")
+            else:
+                os.killpg(child.pid, signal.SIGKILL)
+                say("ended at once")
 
     def check_watch() -> None:
         nonlocal trouble, looked, deadline

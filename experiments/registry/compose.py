@@ -151,6 +151,9 @@ def check_experiment(config: Config, name: str) -> str:
         block = config.get(section)
         if not isinstance(block, dict) or not isinstance(block.get("class_path"), str):
             raise ExperimentError(f"experiment '{name}' is of kind {kind}: '{section}.class_path' is missing")
+    if kind == "task" and trainer:
+        found = ", ".join(sorted(trainer))
+        raise ExperimentError(f"experiment '{name}': a task has no trainer and runs in one process; remove {found}")
     for section in {"task", "model", "data"} - set(wanted):
         if config.get(section):
             raise ExperimentError(f"experiment '{name}' is of kind {kind}: it cannot have a '{section}' section")

@@ -7,6 +7,7 @@ their path from the experiments folder: ``inherits: [tiny/bases/dgpo]``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,16 +81,20 @@ def _listed(directories: tuple[Path, ...]) -> str:
 
 def _scan(folder: str) -> Iterator[tuple[str, int, int]]:
     """Yield (path, modification time, size) of every experiment file in ``folder`` and its subfolders, without hidden
-    ones (``.venv``, ``.github``) and the output folders of stages, whose config.yaml is no experiment."""
+    ones (``.venv``, an editor's ``.#mine.yaml``) and the output folders of stages, whose config.yaml is no
+    experiment."""
     if not os.path.isdir(folder) or os.path.exists(os.path.join(folder, STAGE_FILE)):
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
         if entry.is_dir():
-            if entry.name != BASES and not entry.name.startswith("."):
+            if entry.name != BASES:
                 yield from _scan(entry.path)
         elif entry.name.endswith(".yaml"):
-            stat = entry.stat()
-            yield entry.path, stat.st_mtime_ns, stat.st_size
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                stat = entry.stat()
+                yield entry.path, stat.st_mtime_ns, stat.st_size
 
 
 @lru_cache(maxsize=16)
@@ -102,7 +107,7 @@ def _of_folder(folder: str, files: tuple[tuple[str, int, int], ...]) -> tuple[di
         try:
             config = read_yaml(file, modified, size)
             cells = expand(config, file) if "matrix" in config else {path.stem: config}
-        except ExperimentError as error:
+        except (ExperimentError, OSError) as error:
             wrong.append(str(error))
             continue
         for name, cell in cells.items():

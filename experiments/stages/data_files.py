@@ -135,7 +135,7 @@ def _parts(
 
     arguments, writers = data_arguments(stage.config), PromptWriters(stage)
     for key, part in PARTS.items():
-        references = _listed(arguments.get(key))
+        references = listed(arguments.get(key))
         read = [file for reference in references if (file := files[reference]) is not None]
         if not references or len(read) < len(references):
             continue
@@ -220,10 +220,11 @@ def references(stage: Stage) -> list[str]:
     """Return the data files that a stage's configuration names, each once, as paths or ``name:path``."""
     arguments = data_arguments(stage.config)
     given = [arguments.get(key) or () for key in QUESTION_FILES]
-    return list(dict.fromkeys(path for paths in given for path in _listed(paths)))
+    return list(dict.fromkeys(path for paths in given for path in listed(paths)))
 
 
-def _listed(paths: Any) -> list[str]:
+def listed(paths: Any) -> list[str]:
+    """Return the paths of an option that takes one path or several."""
     return [paths] if isinstance(paths, str) else list(paths or ())
 
 

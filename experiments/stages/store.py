@@ -174,11 +174,11 @@ class StageFolder:
         write_atomically(self.path / "stage.json", json.dumps(metadata, indent=2))
         return sum(s["ended"] - s["started"] for s in metadata["sessions"])
 
-    def undo_prepare(self) -> None:
-        """Delete the stage's folder, and restore the folder that ``prepare`` renamed."""
+    def undo_prepare(self, renamed: Path | None) -> None:
+        """Delete the stage's folder, and restore the folder that ``prepare`` has ``renamed``."""
         remove(self.path)
-        if earlier := self._replaced():
-            os.rename(earlier[-1], self.path)
+        if renamed is not None:
+            os.rename(renamed, self.path)
 
     def _replaced(self) -> list[Path]:
         """Return the folders that ``prepare`` renamed, oldest first."""

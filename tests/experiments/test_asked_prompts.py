@@ -28,3 +28,12 @@ def test_a_temperature_that_no_engine_takes_is_refused_before_a_model_loads(temp
             Namespace(question="?", temperature=temperature),
             RunContext(Project.from_environment(), "dgpo_tiny", (), None),
         )
+
+
+def test_the_first_question_is_read_as_the_experiment_reads_its_files(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"prompt": "", "gold": "b"}) + "\n" + json.dumps({"prompt": "Why?", "gold": "b"}) + "\n")
+    arguments = {"test_files": str(path), "columns": {"question": "prompt", "golden_answers": "gold"}}
+    with pytest.raises(ExperimentError, match=f"^questions: .*{path.name}"):
+        example_task({"data": {"init_args": arguments}})
+    assert example_task({"data": {"init_args": arguments | {"on_invalid_row": "drop"}}}).question == "Why?"

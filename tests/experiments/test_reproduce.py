@@ -80,6 +80,13 @@ def run(context, seeds="0,1", ablation_seeds=None, allow=""):
     reproduce(SimpleNamespace(seeds=seeds, ablation_seeds=ablation_seeds, allow=allow), context)
 
 
+def test_an_ablation_seed_that_is_not_a_seed_is_refused_before_training(workshop):
+    workshop.write("arpo", FIT.format(label="ARPO", branch=1, more=""))
+    project = Project(root=workshop.folder, experiment_dirs=(workshop.files,), outputs=workshop.folder / "outputs")
+    with pytest.raises(ExperimentError, match=r"--ablation-seeds: found \[3\], which are not in --seeds \[0, 1\]"):
+        run(RunContext(project, "arpo", (), None), ablation_seeds="1,3")
+
+
 def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done, capsys):
     project, context = done
     run(context)

@@ -105,11 +105,15 @@ def test_a_folder_with_weights_stays_until_the_next_is_done(workshop, weights):
             stage.folder.with_name(f"{stage.key}.replaced") if text == "second" else None
         )
         write(stage.folder / weights, text)
-    assert store.prepare(stage, {}, keep=False) == stage.folder.with_name(f"{stage.key}.replaced2")
+    renamed = store.prepare(stage, {}, keep=False)
+    assert renamed == stage.folder.with_name(f"{stage.key}.replaced2")
     assert not (stage.folder / weights).exists()
-    store.undo_prepare()
+    store.undo_prepare(renamed)
     assert (stage.folder / weights).read_text() == "second"
-    assert store.prepare(stage, {}, keep=False) is not None and store.prepare(stage, {}, keep=False) is None
+    assert store.prepare(stage, {}, keep=False) is not None and (again := store.prepare(stage, {}, keep=False)) is None
+    store.undo_prepare(again)
+    assert not stage.folder.exists(), "what an earlier run has renamed does not come back as a finished stage"
+    assert store.prepare(stage, {}, keep=False) is None
     store.finish({"seconds": 1})
     assert sorted(path.name for path in stage.folder.parent.iterdir()) == [stage.key, mine.name]
 

@@ -115,6 +115,19 @@ def test_unknown_experiment_names_the_nearest(workshop):
         load("dgpo_tniy", workshop.project)
 
 
+def test_a_task_with_options_of_a_trainer_is_refused(workshop):
+    workshop.task("x")
+    with pytest.raises(ExperimentError, match="'x': a task has no trainer and runs in one process; remove devices"):
+        check_experiment({**load("x", workshop.project), "trainer": {"devices": 8}}, "x")
+
+
+def test_an_editors_lock_and_a_link_to_nothing_stop_nothing(workshop):
+    workshop.task("x")
+    (workshop.files / ".#x.yaml").symlink_to("somebody@host.123")
+    (workshop.files / "gone.yaml").symlink_to("nowhere")
+    assert load("x", workshop.project)
+
+
 def test_a_broken_file_stops_only_what_needs_it(workshop):
     workshop.task("a")
     workshop.write("broken", "trainer: {a: [1, 2}")
