@@ -83,15 +83,18 @@ def merge(base: Config, over: Config) -> Config:
 
     Mappings merge key by key; all other values, lists included, are replaced. A mapping with another ``class_path``
     replaces the old one whole, because arguments of one class mean nothing to another. A key that ends in ``+`` appends
-    its list or text to the value in ``base``; without such a value it is kept for a later merge.
+    its list or text to the value in ``base``; without such a value it is kept for a later merge, behind
+    what is kept already.
     """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
-        if str(key).endswith("+") and isinstance(value, list | str) and isinstance(out.get(key[:-1]), type(value)):
+        appends = str(key).endswith("+") and isinstance(value, list | str)
+        if appends and isinstance(out.get(key[:-1]), type(value)):
             out[key[:-1]] = out[key[:-1]] + value
-            continue
-        if isinstance(old, dict) and isinstance(value, dict) and not _other_class(old, value):
+        elif appends and isinstance(old, type(value)):
+            out[key] = old + value
+        elif isinstance(old, dict) and isinstance(value, dict) and not _other_class(old, value):
             out[key] = merge(old, value)
         else:
             out[key] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def history_frame(runs: Mapping[Path, str], metrics: Sequence[str]) -> pl.DataFr
 
 def compare(outputs: Path, names: Sequence[str] = (), *, metrics: Sequence[str] = CURVES) -> str:
     """Return a table of runs as text: status, seconds, and the last value of each metric. A last line names the test
-    sets if they differ.
+    sets if they differ. Runs of one name have the key of their folder behind it.
 
     Args:
         names: see ``find_runs``.
@@ -90,6 +91,8 @@ def compare(outputs: Path, names: Sequence[str] = (), *, metrics: Sequence[str] 
     from rich.table import Table
 
     runs, table = find_runs(outputs, names), Table(title="runs")
+    often = Counter(name for name, _ in runs)  # of other settings, or checkpoints
+    runs = [(f"{name} {folder.name}" if often[name] > 1 else name, folder) for name, folder in runs]
     table.add_column("", overflow="fold", no_wrap=True)
     last: list[dict[str, float]] = []
     for name, folder in runs:

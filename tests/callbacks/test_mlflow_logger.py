@@ -177,6 +177,7 @@ def test_compare_prints_a_table_of_the_runs_that_fit(outputs, tmp_path):
     text = compare(outputs, ["kd", "dgpo"], metrics=("test/em", "never/logged"))
     assert text.count("kd") >= 2 and text.count("dgpo") >= 2 and "0.75" in text
     assert "test/em" in text and "never/logged" not in text
+    assert all(f"{name} key{seed}" in text for name in ("kd", "dgpo") for seed in (0, 1)), "runs of one name"
     (outputs / "kd" / "key1" / "config.yaml").write_text("trainer: {logger: {init_args: {run_name: kd-seed1}}}\n")
     assert [name for name, _ in find_runs(outputs, ["kd"])] in (["kd", "kd-seed1"], ["kd-seed1", "kd"])
     assert [name for name, _ in find_runs(outputs, ["k*1"])] == ["kd-seed1"]

@@ -115,6 +115,11 @@ def test_unknown_experiment_names_the_nearest(workshop):
         load("dgpo_tniy", workshop.project)
 
 
+def test_what_is_appended_twice_before_there_is_a_list_is_all_appended():
+    base, one, other = {"a": {"b": ["z"]}}, {"a": {"b+": ["x"]}}, {"a": {"b+": ["y"]}}
+    assert merge(base, merge(one, other)) == merge(merge(base, one), other) == {"a": {"b": ["z", "x", "y"]}}
+
+
 def test_a_task_with_options_of_a_trainer_is_refused(workshop):
     workshop.task("x")
     with pytest.raises(ExperimentError, match="'x': a task has no trainer and runs in one process; remove devices"):
