@@ -233,6 +233,8 @@ class WebServer:
         elif asked["method"] == "tools/list":
             result = {"tools": [{"name": "add", "description": "", "inputSchema": {"type": "object"}}]}
         else:
+            if asked["params"]["arguments"]:
+                await asyncio.sleep(0.5)
             result = {"content": [{"type": "text", "text": "added"}], "isError": False}
         answer = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
         return web.json_response(answer, headers={"Mcp-Session-Id": self.session})
@@ -253,9 +255,12 @@ def test_a_server_that_fails_or_forgets_the_session_is_asked_again_in_a_new_one(
         limits = ToolLimits(retries=1, backoff_s=0.0)
         factory = MCPTools(servers, str(tmp_path / "tools.json"), sessions="shared", limits=limits)
         environment = factory(question())
+        slow = asyncio.create_task(results(environment, call("add", slowly=True)))
         found = await results(environment, call("add"))
         said.status = 503
         found += await results(environment, call("add"))
+        [beside] = await slow
+        assert beside.outcome in (CallOutcome.OK, CallOutcome.INFRASTRUCTURE), "a call in flight ends in order"
         said.status, said.session = 200, "after a restart"
         found += await results(environment, call("add"), call("add"))
         await factory.close()
