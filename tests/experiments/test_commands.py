@@ -59,6 +59,10 @@ def make(*words):
         (["engine", "PORT=8101", "CKPT=a b"], 'engine-server dgpo_tiny --port 8101 --checkpoint "a b"'),
         (["preconditions", "EXP=x", "QUESTIONS=9", "ALLOW=a,b"], "preconditions x --questions 9 --allow a,b"),
         (["clean", "ALL=1"], "clean --all"),
+        (["clean", "ALL=0", "FORCE=0"], "clean"),
+        (["train", "FRESH=0", "COMPARE=0"], "train dgpo_tiny"),
+        (["evaluate", "TRUST=0"], "evaluate dgpo_tiny"),
+        (["export", "PUBLIC=0", "TRUST=0"], "export dgpo_tiny"),
         (["clean", "FORCE=1", "COMPACT_AGENTS_OUTPUTS=x"], "clean --force"),
         (["compare", "EXPS=a b", "ARGS=--paths.outputs x"], "compare a b --paths.outputs x"),
         (["experiments", "LIKE=sod", "HARDWARE=cpu"], 'list --like "sod" --hardware "cpu"'),
@@ -348,7 +352,8 @@ def test_a_run_that_is_missing_is_told_beside_those_that_are_there(workshop):
 
 def test_a_stage_is_made_from_the_beginning_with_the_launcher_and_the_gates_of_its_run(workshop):
     workshop.task("a", "text: x")
-    workshop.task("b", "source: '${stage:a}'")
+    model = "{class_path: m.A, init_args: {policy: '${stage:a}'}}"
+    workshop.write("b", f"experiment: {{kind: fit}}\nmodel: {model}\ndata: {{class_path: d.A}}")
     words = ("--trainer.num_nodes=2",)
     node = Node(count=2, rank=0, address="host0", port=29400, timeout_s=600)
     context = RunContext(workshop.project, "b", words, None, variables=("LAUNCH=torchrun", "ALLOW=g"), node=node)
