@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.commands.ask import asked_task, first_task
+from experiments.commands.ask import asked_task, first_task, start
 from experiments.commands.command import command, counted, make_graph, option
 from experiments.commands.models import find_model, rollouts_of
 from experiments.launch import runner
@@ -34,7 +34,7 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
         ExperimentError: the experiment has no program, or no model to start from.
     """
     from data_modules.loading.decoding import Decoding
-    from experiments.stages.parser import instantiate
+    from experiments.stages.parser import instantiate, refusals
 
     target = make_graph(context).target()
     config = copy.deepcopy(target.config)
@@ -52,10 +52,11 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
     if policy is not None:  # an expert's engine has no model
         rollouts["init_args"]["engine"]["init_args"]["model"] = policy
     task = asked_task(args.question, None) if args.question else task_to_play(config)
-    system = instantiate(rollouts, "rollouts")
+    with refusals("rollouts"):
+        system = instantiate(rollouts, "rollouts")
     print(f"task {task.id}: {task.question}\nloading {policy or 'the engine'} ...", flush=True)
     try:
-        system.start()
+        start(system)
         given = data_arguments(config).get("train_sampling") or {}
         [trajectory] = system.rollout([task], n=1, sampling=Decoding(**given).params, seed=context.seed or 0)
         print("\n".join(described(system.agent_loop.reports[-1], trajectory, system.failures)))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.errors import one_line
 from experiments.commands.command import command, counted, make_graph, option
 from experiments.commands.models import find_model, is_served_elsewhere, rollouts_of
 from experiments.launch import runner
@@ -39,7 +40,7 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
 
     from data_modules.loading.decoding import Decoding
     from experiments.stages.classes import plays_episodes
-    from experiments.stages.parser import instantiate
+    from experiments.stages.parser import instantiate, refusals
     from rollout.protocols.text_protocol import shows_task_prompts
 
     question = args.question
@@ -61,11 +62,12 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
         rollouts["init_args"]["engine"]["init_args"]["model"] = str(model)
         console.print(f"[dim]loading {context.project.relative(model)} and its search engine ...[/dim]")
     share_secret(context.project.outputs)
-    system = instantiate(rollouts, "rollouts")
+    with refusals("rollouts"):
+        system = instantiate(rollouts, "rollouts")
     system.sampler = WatchedSampler(console, system.protocol)
     example = example_task(config) if shows_task_prompts(system.protocol) else None
     try:
-        system.start()
+        start(system)
         if question is not None:
             answer(system, console, asked_task(question, example), sampling, context.seed or 0)
             return
@@ -75,6 +77,19 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
         pass  # the end of a piped list of questions
     finally:
         system.close()
+
+
+def start(system: Any) -> None:
+    """Start a rollout system. Raises ExperimentError if its model or its search engine does not start."""
+    from experiments.stages.parser import refusals
+    from retrieval.types import RetrievalFailure
+    from rollout.trajectory import InfrastructureError
+
+    with refusals("rollouts"):
+        try:
+            system.start()
+        except (InfrastructureError, RetrievalFailure) as error:
+            raise ExperimentError(one_line(error)) from error
 
 
 def example_task(config: Config) -> Task:

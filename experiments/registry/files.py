@@ -93,7 +93,7 @@ def merge(base: Config, over: Config) -> Config:
         if appends and isinstance(out.get(key[:-1]), type(value)):
             out[key[:-1]] = out[key[:-1]] + value
         elif appends and isinstance(old, type(value)):
-            out[key] = old + value
+            out[key] = out[key] + value
         elif isinstance(old, dict) and isinstance(value, dict) and not _other_class(old, value):
             out[key] = merge(old, value)
         else:

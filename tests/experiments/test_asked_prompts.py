@@ -2,13 +2,16 @@
 
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
-from experiments.commands.ask import ask, asked_task, example_task
+from experiments.commands.ask import ask, asked_task, example_task, start
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
 from experiments.stages.context import RunContext
+from retrieval.types import IndexFolderError, RetrieverStartError
+from rollout.trajectory import InfrastructureError
 
 
 def test_an_asked_question_is_put_as_the_experiment_puts_its_own(tmp_path):
@@ -37,3 +40,20 @@ def test_the_first_question_is_read_as_the_experiment_reads_its_files(tmp_path):
     with pytest.raises(ExperimentError, match=f"^questions: .*{path.name}"):
         example_task({"data": {"init_args": arguments}})
     assert example_task({"data": {"init_args": arguments | {"on_invalid_row": "drop"}}}).question == "Why?"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InfrastructureError("the search server\ndoes not answer"),
+        RetrieverStartError("the search server does not answer"),
+        IndexFolderError("the search server does not answer"),
+        OSError("the search server does not answer"),
+    ],
+)
+def test_what_does_not_start_is_one_line(error):
+    def fail():
+        raise error
+
+    with pytest.raises(ExperimentError, match="the search server does not answer"):
+        start(SimpleNamespace(start=fail))
