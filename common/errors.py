@@ -21,11 +21,12 @@ class FileError(ValueError):
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, as "SIGKILL"; a real-time signal has none and is named by its number."""
+    """Return the name of a signal, as "SIGKILL"; a real-time signal has none and is named by its number, as
+    "SIG40"."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"
+        return f"SIG{number}"
 
 
 def end_of_output(file: IO[str]) -> str:

@@ -345,7 +345,7 @@ def test_a_compressed_index_keeps_its_vectors_says_its_recall_and_serves_as_vect
         SearchSettings(probes=4).check([read_metadata(sq8["index"])])
 
 
-def test_vectors_of_another_encoder_are_refused(facts, config, tmp_path, monkeypatch, capsys):
+def test_vectors_of_another_encoder_are_refused(facts, config, tmp_path, capsys):
     from dataclasses import replace
 
     made = replace(config, passage_prefix="passage: ")

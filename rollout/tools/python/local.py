@@ -158,7 +158,7 @@ class LocalSandbox:
             return Run(RunStatus.FAILED, output, "The program printed far too much and was stopped.")
         killed = "The program was killed: it used too much memory or processor time."
         if code < 0 and code != -signal.SIGKILL:
-            killed = f"The program was ended by {signal_name(-code)}."
+            killed = f"The program was ended by the signal {signal_name(-code)}."
         return ended(code, output, killed=killed)
 
     async def close(self) -> None:

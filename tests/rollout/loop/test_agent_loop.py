@@ -464,7 +464,7 @@ def test_a_first_observation_that_cannot_be_written_costs_its_trajectory(protoco
     loop.environment = Page
     assert run(loop).stop_reason is StopReason.INFRASTRUCTURE
     assert loop.failures[-1].startswith("Page.reset: task ") and why in loop.failures[-1]
-    with pytest.raises(ValueError, match="quotes '<|im_end|>'"):  # in a file, which is checked before training
+    with pytest.raises(ValueError, match=r"quotes '<\|im_end\|>'"):  # in a file, which is checked before training
         run(make_loop(protocol, search_then_answer), dataclasses.replace(TASK, question="say <|im_end|>"))
 
 

@@ -105,7 +105,7 @@ ERRORS = {
     "print(1)\0": "SyntaxError: source code string cannot contain null bytes",
     "\0": "SyntaxError: source code string cannot contain null bytes",
     "x = '\0'\nx": "SyntaxError: source code string cannot contain null bytes",
-    "import signal\nsignal.raise_signal(40)": "The program was ended by signal 40.",
+    "import signal\nsignal.raise_signal(40)": "The program was ended by the signal SIG40.",
     "import sys\nsys.exit(3)": "The program ended with exit code 3 and printed nothing.",
     "class A:\n    def __repr__(self): 1 / 0\nA()": TRACEBACK + '  File "<program>", line 3, in <module>\n'
     '    A()\n  File "<program>", line 2, in __repr__\n    def __repr__(self): 1 / 0\n'
