@@ -42,7 +42,7 @@ from rollout.engines.vllm_servers.engine import VLLMServers
 from rollout.engines.vllm_servers.flags import serve_command
 from rollout.environments.question_answering import QuestionAnswering
 from rollout.system import RolloutSystem
-from rollout.trajectory import Task
+from rollout.trajectory import Task, Trajectory
 
 GAP = 0.05  # nats between log-probs of engine and trainer with the same weights
 TOLD_APART = 3  # least ratio of the distance to other weights; below it the comparison proves nothing
@@ -51,6 +51,7 @@ ALONE = 0.7  # the engine's share in the row in which the trainer yields its mem
 ASLEEP = 3 * GB  # most memory of a sleeping engine: its CUDA context and graphs
 PROBED = 8  # tokens
 SERVER_STARTS_S = 600.0
+ROUNDS = 20  # most rollouts until a push cuts a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +149,19 @@ def between_steps(setting: Setting) -> Finding:
                 p += p.std() * torch.randn_like(p)
     tasks = [Task(f"q{i}", f"Who lives near tower {i}?", ("nobody",), "check") for i in range(size.prompts)]
     sampling = SamplingParams(size.turn_tokens)
-    first = rollouts.policy_version
-    future = rollouts.background(rollouts.roll_out(tasks, n=size.samples, sampling=sampling, seed=0, batch=0))
-    version = first
-    while not future.done():
-        time.sleep(0.1)
-        version += 1
-        rollouts.load_weights(named_weights(models[(version - first) % 2]), version)
-    done = future.result()
+    first = version = rollouts.policy_version
+    done: list[Trajectory] = []
+    cut = 0
+    for batch in range(ROUNDS):  # a push on a busy machine may fall between two turns
+        future = rollouts.background(rollouts.roll_out(tasks, n=size.samples, sampling=sampling, seed=0, batch=batch))
+        while not future.done():
+            time.sleep(0.1)
+            version += 1
+            rollouts.load_weights(named_weights(models[(version - first) % 2]), version)
+        done += future.result()
+        cut = sum(bool(turn.version_runs) for t in done for turn in t.turns)
+        if cut:
+            break
     batch = collate(done, device)
     with torch.no_grad():
         logprobs = [_scored(model, batch, size.max_tokens_per_micro_batch) for model in models]
@@ -167,7 +173,6 @@ def between_steps(setting: Setting) -> Finding:
                 gaps = [abs(x[row][at + i] - t.logprobs[i]) for x in logprobs]
                 own.append(gaps[(sampled - first) % 2])
                 other.append(gaps[1 - (sampled - first) % 2])
-    cut = sum(bool(turn.version_runs) for t in done for turn in t.turns)
     gap, wrong = statistics.fmean(own), statistics.fmean(other)
     figure = (
         f"{version - first} pushes, {cut} turns cut by one; {gap:.1e} nats off their models, {wrong:.1e} off others"
