@@ -7,7 +7,8 @@ Both sides have the same random Qwen3 in float32, prompts, optimiser and one thr
 are read as calls, whatever the text. Each call sleeps for 0, 50 or 200 ms, or a log-normal time (median 50 ms, sigma
 1), the same for both sides. An iteration consists of rollouts, rewards and one optimiser step; the first of each
 measurement is not counted. The sides take turns. The output is the median over repeats of the median iteration, in wall
-time and processor time (including our engine's).
+time and processor time (including our engine's), and the wall time of training alone (scoring, forward, backward,
+optimiser) and of the rest (rollouts; here also the weight push).
 
 TRL's trainer generates with transformers. It runs the tools of one trajectory after those of another, also asynchronous
 tools (``GRPOTrainer._tool_call_loop``, TRL 1.16), so a plain function represents both. Its asynchronous trainer is not
@@ -35,21 +36,30 @@ from benchmarks.trl_comparison import TRL_PYTHON, side
 
 NO_TRL = "no TRL here (make trl): nothing is compared"
 RESPONSE_TOKENS = 512  # enough for two results and three turns
-Times = list[tuple[float, float, float]]  # of an iteration of each repeat: wall and processor seconds, tokens
+KEYS = ("seconds", "cpu", "training_s", "tokens")
+Times = list[dict[str, float]]  # of the median iteration of each repeat
 
 
 def metric(latency: str, times: dict[str, Times]) -> str:
-    parts = []
+    parts, medians = [], []
     for label, repeats in times.items():
-        wall, cpu, tokens = zip(*repeats, strict=True)
-        rate = statistics.median(n / seconds for n, seconds in zip(tokens, wall, strict=True))
+        wall = [row["seconds"] for row in repeats]
+        middle = {
+            "wall time": statistics.median(wall),
+            "processor time": statistics.median(row["cpu"] for row in repeats),
+            "training": statistics.median(row["training_s"] for row in repeats),
+            "rollouts": statistics.median(row["seconds"] - row["training_s"] for row in repeats),
+        }
+        rate = statistics.median(row["tokens"] / row["seconds"] for row in repeats)
         parts.append(
-            f"{label} {statistics.median(wall):.2f} s of wall time ({min(wall):.2f} to {max(wall):.2f}), "
-            f"{statistics.median(cpu):.2f} CPU s, {rate:.0f} tokens/s"
+            f"{label} {middle['wall time']:.2f} s of wall time ({min(wall):.2f} to {max(wall):.2f}; rollouts "
+            f"{middle['rollouts']:.2f}, training {middle['training']:.2f}), {middle['processor time']:.2f} CPU s, "
+            f"{rate:.0f} tokens/s"
         )
-    if len(times) > 1:
-        wall, cpu = ([statistics.median(row[i] for row in rows) for rows in times.values()] for i in (0, 1))
-        parts.append(f"TRL / ours {wall[1] / wall[0]:.2f} in wall time, {cpu[1] / cpu[0]:.2f} in processor time")
+        medians.append(middle)
+    if len(medians) > 1:
+        ours, theirs = medians
+        parts.append("TRL / ours " + ", ".join(f"{theirs[key] / ours[key]:.2f} in {key}" for key in ours))
     return f"{CALLS} calls of {latency} a trajectory: {'; '.join(parts)}"
 
 
@@ -72,12 +82,10 @@ def metrics(options: argparse.Namespace) -> Iterator[str]:
                     counts["micro_rows"] = options.micro_rows or options.prompts * options.samples
                     case = ToolCase("grpo", MODEL, None, **counts, latency=latency)
                     rows = one.ask("measure", case, folder)["rows"]
-                    keys = ("seconds", "cpu", "tokens")
-                    wall, cpu, tokens = (statistics.median(row[key] for row in rows) for key in keys)
-                    times[label].append((wall, cpu, tokens))
-                    print(
-                        f"{repeat + 1} {latency}, {label}: {wall:.2f} s, {cpu:.2f} CPU s", file=sys.stderr, flush=True
-                    )
+                    middle = {key: statistics.median(row[key] for row in rows) for key in KEYS}
+                    times[label].append(middle)
+                    seconds = f"{middle['seconds']:.2f} s, {middle['cpu']:.2f} CPU s"
+                    print(f"{repeat + 1} {latency}, {label}: {seconds}", file=sys.stderr, flush=True)
         for latency, times in found.items():
             yield metric(latency, times)
 

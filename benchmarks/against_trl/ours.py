@@ -39,8 +39,8 @@ class EvenIds:
 class Clock(L.Callback):
     """Measures wall and processor seconds of each iteration, from the end of one to the end of the next.
 
-    Also measures the processor seconds of the training part: scoring, forward, backward and optimiser. The rest is
-    rollouts and weight synchronisation. The engine's process is included. Must be the first callback.
+    Also measures those of the training part: scoring, forward, backward and optimiser. The rest is rollouts and weight
+    synchronisation. The engine's process is included. Must be the first callback.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class Clock(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         self.tokens = float(sum(len(t.response_ids) for t in batch))
-        self.began = time.process_time()
+        self.began = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        training = time.process_time() - self.began
+        training = {"training": time.process_time() - self.began[1], "training_s": time.perf_counter() - self.began[0]}
         now = time.perf_counter(), self.cpu(trainer)
         seconds, cpu = now[0] - self.ended[0], now[1] - self.ended[1]
-        self.rows.append({"seconds": seconds, "cpu": cpu, "training": training, "tokens": self.tokens})
+        self.rows.append({"seconds": seconds, "cpu": cpu, "tokens": self.tokens} | training)
         metrics = trainer.callback_metrics
         self.loss = float(metrics.get("train/loss_policy", metrics.get("train/loss", 0.0)))
         self.clipped = float(metrics.get("train/clip_fraction", 0.0))

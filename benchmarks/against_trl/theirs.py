@@ -29,12 +29,12 @@ SCALES = {"std": "group", "centred": "none"}
 
 
 class Clock(TrainerCallback):
-    """Measures wall and processor seconds of each iteration (all optimiser steps of a batch), and the processor seconds
-    of training: the rest after subtracting the ``timed`` parts."""
+    """Measures wall and processor seconds of each iteration (all optimiser steps of a batch) and of training: the rest
+    after subtracting the ``timed`` parts."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.elsewhere = 0.0
+        self.elsewhere = [0.0, 0.0]  # wall and processor seconds of the timed parts
         self.rows: list[dict[str, float]] = []
         self.tokens = 0
         self.loss = 0.0
@@ -49,15 +49,17 @@ class Clock(TrainerCallback):
             return
         now = time.perf_counter(), time.process_time()
         seconds, cpu = now[0] - self.began[0], now[1] - self.began[1]
-        metrics = {"seconds": seconds, "cpu": cpu, "training": cpu - self.elsewhere}
-        self.rows.append(metrics | {"tokens": float(self.tokens)})
-        self.began, self.elsewhere = now, 0.0
+        wall_elsewhere, cpu_elsewhere = self.elsewhere
+        training = {"training": cpu - cpu_elsewhere, "training_s": seconds - wall_elsewhere}
+        self.rows.append({"seconds": seconds, "cpu": cpu, "tokens": float(self.tokens)} | training)
+        self.began, self.elsewhere = now, [0.0, 0.0]
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
-            began = time.process_time()
+            began = time.perf_counter(), time.process_time()
             result = function(*arguments, **options)
-            self.elsewhere += time.process_time() - began
+            self.elsewhere[0] += time.perf_counter() - began[0]
+            self.elsewhere[1] += time.process_time() - began[1]
             return result
 
         return run

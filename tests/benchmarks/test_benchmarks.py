@@ -16,7 +16,8 @@ SHAPES = {
         [
             r"lightning .+, torch .+, transformers .+",
             r"no TRL here \(make trl\): nothing is compared",
-            rf"2 calls of 0ms a trajectory: ours {N} s of wall time \({N} to {N}\), {N} CPU s, {N} tokens/s",
+            rf"2 calls of 0ms a trajectory: ours {N} s of wall time \({N} to {N}; rollouts {N}, "
+            rf"training {N}\), {N} CPU s, {N} tokens/s",
         ],
     ),
     "smollm2_training": (
