@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GLOO: dict[str, Any] = {}  # the gloo group beside the default group ``world``, made at the first gather
+_WAIT: dict[str, timedelta] = {}  # "timeout": how long a gather waits for a rank; default: torch's 30 minutes
+
+
+def wait_for(timeout: timedelta | None) -> None:
+    """Let gathers wait as long for a rank as the strategy's other collectives. Torch would take its default for a
+    barrier, whatever the process group's timeout."""
+    _WAIT.clear()
+    if timeout is not None:
+        _WAIT["timeout"] = timeout
 
 
 def world_size() -> int:
@@ -36,7 +46,8 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     group = _host_group()
-    dist.monitored_barrier(group, wait_all_ranks=True)  # a gather that times out would not name the missing ranks
+    # A gather that times out would not name the missing ranks.
+    dist.monitored_barrier(group, wait_all_ranks=True, **_WAIT)
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -108,5 +119,5 @@ def _host_group() -> Any:
     if dist.get_backend() == "gloo":
         return None
     if _GLOO.get("world") is not dist.group.WORLD:
-        _GLOO.update(world=dist.group.WORLD, group=dist.new_group(backend="gloo"))
+        _GLOO.update(world=dist.group.WORLD, group=dist.new_group(backend="gloo", **_WAIT))
     return _GLOO["group"]

@@ -341,6 +341,7 @@ def turns_after_error(inputs: TurnInputs) -> Tensor:
         if error is not None:
             first = sum(k < error for k in with_tokens)
             own = [number - first for number, k in enumerate(with_tokens) if not t.turns[k].guided]
+            own = own[: distances.shape[1]]  # a row that no teacher has judged may have more turns than the others
             distances[row, : len(own)] = distances.new_tensor(own)
     return distances
 

@@ -102,6 +102,8 @@ class GatedSkills(SkillLoss):
         self.signal: Signal = validate_choice("signal", signal, Signal)
         if signal == "gate" and gate == "none":
             raise ValueError("signal is gate and gate is none: the teacher has no effect; change one of them")
+        if gate == "none" and beta != 5.0:
+            raise ValueError(f"beta is {beta}: no effect with gate none; leave it out")
         if centred and signal != "gate":
             raise ValueError(f"centred concerns the signal gate, but signal is {signal}; leave one of them out")
         if gap_clamp is not None and signal == "gate" and gate == "entropy":

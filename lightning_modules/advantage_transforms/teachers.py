@@ -40,6 +40,8 @@ class SelfTeacher(ConfigRepr):
 
     def __init__(self, weights: TeacherWeights = "current", ema_decay: OpenUnitInterval = 0.99) -> None:
         self.weights: TeacherWeights = validate_choice("weights", weights, TeacherWeights)
+        if ema_decay != 0.99 and weights != "ema":
+            raise ValueError(f"ema_decay is {ema_decay}: no effect with the teacher's weights {weights}; leave it out")
         self.ema_decay = ema_decay
 
     def check_strategy(self, algorithm: Algorithm) -> None:

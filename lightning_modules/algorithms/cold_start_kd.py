@@ -87,6 +87,8 @@ class ColdStartKD(SupervisedModule):
         require_rows(policy, teacher, sampled=False)
         self.teacher_path = teacher
         self.ce_coef, self.kl_coef, self.temperature = ce_coef, kl_coef, temperature
+        if ce_coef == kl_coef == 0:
+            raise ValueError("ce_coef and kl_coef are 0, so there is no loss; set one of them above 0")
         self.taid: TAIDSchedule | None = None
         refuse_unused(divergence, jsd_beta, skew_alpha)
         taid = (taid_t_start, taid_alpha, taid_beta)

@@ -44,6 +44,8 @@ class DGPO(PPO):
         success_threshold: FiniteFloat = 0.1,
         **kwargs,
     ) -> None:
+        if success_threshold != 0.1 and not selective:
+            raise ValueError(f"success_threshold is {success_threshold}: no effect with selective false; leave it out")
         super().__init__(
             policy=policy,
             reference=teacher,

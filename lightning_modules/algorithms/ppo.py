@@ -30,6 +30,8 @@ from lightning_modules.training.on_policy import OnPolicyModule
 if TYPE_CHECKING:
     from rollout.trajectory import Trajectory
 
+DEFAULT_KL = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class PPOLossInputs(RowTensors):
@@ -87,7 +89,7 @@ class PPO(OnPolicyModule):
         self,
         policy: str,
         reference: str | None = None,
-        kl_coef: Coefficient = 0.001,
+        kl_coef: Coefficient = DEFAULT_KL,
         kl_in: Literal["reward", "loss"] = "reward",
         kl_estimator: Estimator = "k1",
         kl_weights: list[TurnWeighting] | None = None,
@@ -103,6 +105,8 @@ class PPO(OnPolicyModule):
         **kwargs,
     ) -> None:
         loaded = None if is_zero(kl_coef) else reference
+        if reference is None and kl_coef != DEFAULT_KL and not is_zero(kl_coef):
+            raise ValueError(f"kl_coef is {kl_coef}, but there is no reference; name one, or leave kl_coef out")
         if kl_in == "loss" and kl_estimator == "k1" and loaded is not None:
             raise ValueError("kl_in: loss with kl_estimator: k1 has a gradient of zero mean; take k2 or k3")
         if kl_weights and (loaded is None or any(weight.reads_advantages for weight in kl_weights)):

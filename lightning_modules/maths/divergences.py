@@ -159,6 +159,7 @@ def log_distributions(
     """Return the log-distributions [n, V] of student and teacher (no gradient), from the student's logits and the
     teacher's last hidden states, over the smaller vocabulary."""
     with torch.no_grad():
+        teacher_hidden = teacher_hidden.to(teacher_head.weight.dtype)  # float32 where autocast has another 16-bit type
         teacher_logits = torch.nn.functional.linear(teacher_hidden, teacher_head.weight, teacher_head.bias)
     student, teacher = shared_vocabulary(logits.float() / temperature, teacher_logits.float() / temperature)
     return finite_log_softmax(student), finite_log_softmax(teacher)

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 Combine = Callable[..., Tensor]  # of whole parameters
 DType = Literal["float32", "bfloat16", "float16"]
 # Configuration entries that bend the logits after the output matrix; LMHead would leave them out.
-UNSUPPORTED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+UNSUPPORTED = (
+    "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling", "logit_scale",
+    "output_multiplier_scale", "lm_head_multiplier",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,31 @@ def _check_folder(path: str) -> None:
         raise FileNotFoundError(
             f"no model folder at '{path}'; expected a Hugging Face folder (config.json, *.safetensors) or owner/name"
         )
+
+
+def require_plain_logits(path: str) -> None:
+    """Raise ValueError if a model bends its logits after the output matrix, which the chunked log-probs would miss. Its
+    configuration may be nested in that of a model that also reads images."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    for name in UNSUPPORTED:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"the model at '{path}' sets {name}, which the chunked log-probs do not apply")
+
+
+def require_loadable(policy: str, frozen: Iterable[str]) -> None:
+    """Refuse, before an engine or a model loads, what loading would refuse. Models that are not on this machine yet are
+    left to it.
+
+    Raises:
+        ValueError: a model bends its logits, or a frozen one has another tokenizer than the policy.
+    """
+    here = [folder for folder in dict.fromkeys((policy, *frozen)) if (Path(folder) / "config.json").is_file()]
+    for folder in here:
+        require_plain_logits(folder)
+        if here[0] == policy != folder:
+            require_same_tokenizer(policy, folder)
 
 
 def require_same_tokenizer(student: str, teacher: str) -> None:
@@ -169,14 +197,12 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     _check_folder(path)
+    require_plain_logits(path)
     packing.register(attention)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention)
     keep_rotary_exact(model)
     if is_packed(model):
         packing.check_body(model, path)
-    for name in UNSUPPORTED:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"the model at '{path}' sets {name}, which the chunked log-probs do not apply")
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(f"the output layer of '{path}' is {type(head).__name__}; expected torch.nn.Linear")
@@ -220,7 +246,7 @@ class ValueModel(nn.Module):
         self.body.train()
         if gradient_checkpointing:
             self.body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.head = nn.Linear(self.body.config.hidden_size, 1, dtype=getattr(torch, dtype))
+        self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1, dtype=getattr(torch, dtype))
         with gathered(self.head.parameters(), modifier_rank=0):
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)

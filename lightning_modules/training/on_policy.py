@@ -55,6 +55,7 @@ from lightning_modules.models.policy import (
     ValueModel,
     load_frozen_lm,
     partitioned,
+    require_loadable,
     require_rows,
     require_same_tokenizer,
     token_columns,
@@ -299,8 +300,9 @@ class OnPolicyModule(PolicyModule):
         return super().models_reading_ids() | ({} if self.critic_path is None else {"critic": self.critic_path})
 
     def check_rows(self) -> None:
-        """Refuse models (reference, teacher, critic) without an embedding for a token id that the policy may sample.
-        The dry run calls this, too, for models on this machine."""
+        """Refuse models (reference, teacher, critic) without an embedding for a token id that the policy may sample,
+        and what ``require_loadable`` refuses. The dry run calls this, too, for models on this machine."""
+        require_loadable(self.policy_path, [folder for folder, _ in self.frozen_models().values()])
         for folder in self.models_reading_ids().values():
             require_rows(self.policy_path, folder)
 
@@ -548,7 +550,9 @@ class OnPolicyModule(PolicyModule):
             counts: divisor of each loss stream, over all ranks.
             backward: whether to compute gradients, too.
         """
-        for group, length in plan(batch, index, self.max_tokens_per_micro_batch, self.packing):
+        groups = plan(batch, index, self.max_tokens_per_micro_batch, self.packing)
+        # Without rows on any rank a stand-in gives a gradient of 0: DeepSpeed and loss scalers fail without one.
+        for group, length in groups or [([], 1)] * backward:
             micro, own = batch.rows(group, length), inputs.rows(group, length)
             stats = self._token_stats(self.policy, micro, self._readings(own))
             values = self.critic(micro) if self.critic is not None else None

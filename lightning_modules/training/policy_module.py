@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from common import ranks
 from common.schedules import Schedule
 from lightning_modules.batch import TokenBatch, collate, score
 from lightning_modules.models import lora as adapters
@@ -160,6 +161,7 @@ class PolicyModule(L.LightningModule):
         # Half-precision plugins would walk through the (frozen) trajectories in search of floats to cast.
         plugin: Any = self.trainer.precision_plugin
         plugin.convert_input = _unchanged
+        ranks.wait_for(getattr(self.trainer.strategy, "_timeout", None))
         accept_shards(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -14,7 +14,7 @@ from common.ranges import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveIn
 from lightning_modules.batch import TokenBatch, collate, plan
 from lightning_modules.maths.schedules import ScheduleName, make_schedule
 from lightning_modules.metrics import StepMetrics
-from lightning_modules.models.policy import require_rows
+from lightning_modules.models.policy import require_loadable, require_rows
 from lightning_modules.models.projection import LOGITS_CHUNK
 from lightning_modules.training import optimisation
 from lightning_modules.training.policy_module import PolicyModule
@@ -88,6 +88,7 @@ class SupervisedModule(PolicyModule):
                 f"{type(data).__name__} yields the student's own trajectories, and cross-entropy on these would only "
                 "repeat them; distil from a teacher with ce_coef: 0, or take SupervisedDataModule"
             )
+        require_loadable(self.policy_path, [folder for folder, _ in self.frozen_models().values()])
         for folder in self.models_reading_ids().values():
             require_rows(self.policy_path, folder, sampled=samples)
         self.check_ids(getattr(data, "training_rows", ()))
@@ -134,7 +135,8 @@ class SupervisedModule(PolicyModule):
         tokens = ranks.sum_over_ranks(batch.mask.sum())
         metrics = StepMetrics()
         losses: list[optimisation.MicroLosses] = []
-        for group, length in plan(batch, range(len(usable)), self.max_tokens_per_micro_batch, self.packing):
+        groups = plan(batch, range(len(usable)), self.max_tokens_per_micro_batch, self.packing)
+        for group, length in groups or [([], 1)]:  # DeepSpeed and loss scalers fail without a gradient
             columns = self.token_losses(batch.rows(group, length))
             loss = columns["loss"].sum() / tokens.clamp(min=1)
             optimisation.backward(self, loss)

@@ -20,9 +20,11 @@ from lightning_modules.advantage_transforms.distillation import (
 from lightning_modules.advantage_transforms.divergence_loss import DivergenceLoss
 from lightning_modules.advantage_transforms.teachers import Judged, SelfTeacher
 from lightning_modules.algorithms.cold_start_kd import ColdStartKD
+from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.algorithms.opsd import OPSD
 from lightning_modules.algorithms.ppo import PPO
+from lightning_modules.algorithms.sdar import SDAR
 from lightning_modules.algorithms.sod import SOD
 from lightning_modules.batch import LogprobBatch, PolicyOutputs, collate, token_batch
 from lightning_modules.maths.divergences import make_divergence, with_rest
@@ -442,6 +444,15 @@ REFUSED = {
     ),
     "self_teacher has the current weights and the student's prompt": lambda: DivergenceLoss(self_teacher=SelfTeacher()),
     "support is both and rest tail: no effect with top_k null": lambda: DivergenceLoss("t", top_k=None, support="both"),
+    "ema_decay is 0.9: no effect with the teacher's weights current": lambda: SelfTeacher(ema_decay=0.9),
+    "ce_coef and kl_coef are 0, so there is no loss": lambda: ColdStartKD("p", "t", ce_coef=0.0, kl_coef=0.0),
+    "success_threshold is 0.5: no effect with selective false": lambda: DGPO(
+        "p", "t", selective=False, success_threshold=0.5
+    ),
+    "kl_coef is 0.05, but there is no reference": lambda: PPO("p", kl_coef=0.05),
+    "beta is 2.0: no effect with gate none": lambda: SDAR(
+        "p", skills=object(), signal="reverse_kl", gate="none", beta=2.0
+    ),
     "coef is 0, so that the teacher has no effect": lambda: DivergenceLoss("t", coef=0.0),
     "teacher, server and self_teacher are null": lambda: DivergenceLoss(),
     "there are two teachers, 't' and SelfTeacher": lambda: DivergenceLoss("t", self_teacher=SelfTeacher("ema")),

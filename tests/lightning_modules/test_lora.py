@@ -229,7 +229,8 @@ def test_what_teaches_is_a_whole_model(model_dir, which):
             super().update(*args)
             merged.append({n: w.clone() for n, w in self.policy_weights()})
 
-    options = {"teacher_weights": which, "ema_decay": 0.5, "lr": 1e-2, "num_mini_batches": 1, "lora": LoRA(4, 8.0)}
+    decay = {"ema_decay": 0.5} if which == "ema" else {}
+    options = {"teacher_weights": which, **decay, "lr": 1e-2, "num_mini_batches": 1, "lora": LoRA(4, 8.0)}
     module = Watched(str(model_dir), skills=skills(), **options)
     whole, protocol = episodes(model_dir, None)
     fit(module, EpisodeData(whole, protocol, 2))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_modules.algorithms.cold_start_kd import kd_columns
+from lightning_modules.algorithms.cold_start_kd import ColdStartKD, kd_columns
+from lightning_modules.algorithms.grpo import GRPO
 from lightning_modules.batch import collate
 from lightning_modules.maths.divergences import forward_kl, make_divergence, reverse_kl
 from lightning_modules.models import projection
@@ -40,6 +41,24 @@ def equals_own_logits(model, batch):
             assert stats.logprobs[i, t].item() == pytest.approx(on * logprobs[t - 1, ids[0, t]].item(), abs=1e-4)
             assert stats.entropy[i, t].item() == pytest.approx(on * entropy[t - 1].item(), abs=1e-4)
         assert stats.logprobs[i, length:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "lm_head_multiplier"])
+def test_logits_that_are_bent_after_the_output_matrix_are_refused(name, model_dir, tmp_path):
+    """Also where the option is nested in the configuration of a model that reads images, and before weights load."""
+    from transformers import FalconH1Config, Gemma4Config
+
+    made = {
+        "final_logit_softcapping": lambda: Gemma4Config(text_config={"final_logit_softcapping": 5.0}),
+        "lm_head_multiplier": lambda: FalconH1Config(lm_head_multiplier=0.1),
+    }
+    made[name]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"sets {name}, which the chunked log-probs do not apply"):
+        load_causal_lm(str(tmp_path))
+    with pytest.raises(ValueError, match=f"the model at '{tmp_path}' sets {name}"):
+        GRPO(str(tmp_path)).check_data(None)
+    with pytest.raises(ValueError, match=f"the model at '{tmp_path}' sets {name}"):
+        ColdStartKD(str(model_dir), str(tmp_path)).accept_data(None)
 
 
 def test_a_model_of_the_shape_of_qwen35(batch, tmp_path):
@@ -96,6 +115,15 @@ def test_distillation_columns_chunked_equal_whole_and_cut_the_vocabulary():
     columns, _ = run(3, reverse_kl)
     assert torch.allclose(columns[:, 1], (p * (p / q).log()).sum(-1), atol=1e-5)
     assert torch.allclose(columns[:, 2], b[:, 2], atol=1e-6)  # the logged KL is the forward one, whatever is learnt
+
+
+def test_a_teacher_of_another_16_bit_type_than_autocast_is_read():
+    """Its body then ends in float32, because a bfloat16 stream and float16 products are promoted."""
+    torch.manual_seed(0)
+    logits, hidden, head = torch.randn(9, 13), torch.randn(9, 6), torch.nn.Linear(6, 13, bias=False)
+    expected = kd_columns(logits, torch.arange(9), hidden, head, forward_kl, temperature=1.0)
+    found = kd_columns(logits, torch.arange(9), hidden, head.bfloat16(), forward_kl, temperature=1.0)
+    assert torch.allclose(found, expected, atol=0.05) and not torch.equal(found, expected)
 
 
 def test_no_tokens_still_reach_every_parameter(model, batch):

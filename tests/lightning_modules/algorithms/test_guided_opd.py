@@ -26,7 +26,7 @@ from lightning_modules.batch import PolicyOutputs, collate
 from lightning_modules.maths.losses import LossInputs, TokenWeights
 from lightning_modules.models.policy import load_causal_lm, token_logprobs
 from rollout.trajectory import Action, ActionKind
-from tests.lightning_modules.helpers import fit, make_group
+from tests.lightning_modules.helpers import fit, make_group, make_trajectory
 
 
 def rows(guided=True):
@@ -177,6 +177,24 @@ def test_a_turn_has_the_same_advantage_whoever_played_the_others(played):
         found = weigh_turns([weighting], made, own, own.mask, own.mask).weights_BT
         assert len(expected.unique()) > 2 or isinstance(weighting, MaskAfterError)
         assert torch.equal(found, expected * own.mask)
+
+
+@pytest.mark.parametrize("judged", [[0], []])
+def test_an_error_in_a_row_that_no_teacher_has_judged_changes_no_weight(judged):
+    """Such rows have no teacher's distances, and may have more turns than all others."""
+    short = make_trajectory(random.Random(0), 0, spans=[3])
+    rows = [short, *mixed(())]
+    batch = collate(rows)
+    keep = torch.zeros(len(rows), 1)
+    keep[judged] = 1.0
+    some = dataclasses.replace(batch, mask=batch.mask * keep)
+    alone = collate([short])
+    for weighting in (MaskAfterError(), DecayAfterError(0.5)):
+        found = weigh_turns([weighting], rows, some, -some.mask, -2 * some.mask).weights_BT
+        assert not found[1:].any()
+        if judged:
+            expected = weigh_turns([weighting], [short], alone, -alone.mask, -2 * alone.mask).weights_BT
+            assert torch.equal(found[0, : expected.shape[1]], expected[0]) and expected.any()
 
 
 @pytest.mark.parametrize(

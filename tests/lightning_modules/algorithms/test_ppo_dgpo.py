@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_modules.advantage_transforms.distillation import weigh_turns
+from lightning_modules.algorithms.cold_start_kd import ColdStartKD
 from lightning_modules.algorithms.dgpo import DGPO
 from lightning_modules.algorithms.ppo import PPO
 from lightning_modules.batch import LogprobBatch, collate
@@ -316,8 +317,13 @@ def test_a_teacher_with_another_tokenizer_is_refused(model_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.add_tokens(["<stranger>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(ValueError, match="another tokenizer.*'<stranger>' is .* there, missing here"):
-        fit(DGPO(policy=str(model_dir), teacher=str(other)), [make_trajectories(2)])
+    message = "another tokenizer.*'<stranger>' is .* there, missing here"
+    for module in (DGPO(str(model_dir), str(other)), ColdStartKD(str(model_dir), str(other))):
+        with pytest.raises(ValueError, match=message):
+            module.accept_data(None)  # before the engine starts
+        module.accept_data = lambda data: None
+        with pytest.raises(ValueError, match=message):
+            fit(module, [make_trajectories(2)])
 
 
 def test_dropout_is_off_in_policy_and_critic(model_dir):

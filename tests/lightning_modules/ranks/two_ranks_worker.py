@@ -155,6 +155,11 @@ def alone(rows):
     return [rows]
 
 
+def then_failures(rows):
+    """A share of trajectories, then a batch of which infrastructure failed all."""
+    return [rows, [t.replace(stop_reason=StopReason.INFRASTRUCTURE, reward=None) for t in rows]]
+
+
 def trainings(model: str, teacher: str):
     common = {"max_grad_norm": 0.0, "max_tokens_per_micro_batch": 25, "logits_chunk": 4}
     on_policy = {"num_mini_batches": 2, "entropy_coef": 0.01, **common}
@@ -167,6 +172,8 @@ def trainings(model: str, teacher: str):
     yield Training("kd_idle", idle(batch), KDWithSGD(model, teacher, schedule="constant", **common), alone)
     yield Training("dgpo_idle", idle(batch), DGPOWithSGD(model, teacher, kl_coef=0.1, **on_policy), alone)
     yield Training("grpo_idle", idle(groups), GRPOWithSGD(model, **grouped), alone)
+    yield Training("kd_failed", batch, KDWithSGD(model, teacher, schedule="constant", **common), then_failures)
+    yield Training("grpo_failed", groups, GRPOWithSGD(model, **grouped), then_failures)
     robust = {"reference_turn": "batch_median", "adv_clamp": 1.0}  # of both ranks' rows
     yield Training("sod", groups, SODWithSGD(model, teacher, epochs=2, **robust, **on_policy), alone)
     first = DivergenceLoss(teacher, top_k=7, support="both", weights=[IncorrectOnly(0.6)], name="first")
