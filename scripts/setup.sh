@@ -56,8 +56,12 @@ Update the driver (a CUDA toolkit is not needed), or take the CPU builds: FORCE_
         printf '  note: /dev/shm has %s GiB, 4 expected: weights may go by the disk (docker run --shm-size=16g)\n' "${shared_gb:-0}"
 }
 
+# The other build's torch and vLLM would count as those of this one. Earlier versions wrote the stamp alone.
+EARLIER=$(cat "$VENV/.build" 2>/dev/null || sed 's/.*-//' "$STAMP" 2>/dev/null || true)
+[ "${EARLIER:-$BUILD}" = $BUILD ] || rm -rf "$VENV"
 rm -f "$STAMP"
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" # an interrupted one has no pip
+printf $BUILD >"$VENV/.build"
 if [ -n "$GPU_HERE" ]; then check_cuda; fi
 
 pip_install() {

@@ -33,7 +33,7 @@ free_gb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
 [ -d "$VENV" ] || [ "$free_gb" -ge 2 ] || fail "$free_gb GiB free here, about 2 GiB are needed"
 
 rm -f "$STAMP"
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" # an interrupted one has no pip
 
 printf 'setting up %s; this happens once and takes about 4 minutes, most of them compiling\n' "$VENV"
 # shellcheck disable=SC2086  # the pins are words

@@ -20,7 +20,7 @@ make_environment() { # make_environment NAME REQUIREMENT CHECK
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && [ -x "$venv/bin/python" ]; then return; fi
     printf 'setting up %s; this happens once and takes about a minute\n' "$venv"
     rm -f "$stamp"
-    [ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$venv" # an interrupted one has no pip
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --retries 5 "$2" ||
         fail "$venv" "pip install $2 failed (see above). If it was a download, run the same make command again"
     "$venv/bin/python" -c "$3" || fail "$venv" "it does not start (see above); remove it and run make environments again"

@@ -30,7 +30,7 @@ free_gb=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
     fail "$free_gb GiB free here, about 3 GiB are needed (and some 6 more where pip takes torch's CUDA build)"
 
 rm -f "$STAMP"
-[ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+"$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" # an interrupted one has no pip
 
 # The versions without their hashes: pip would ask for a hash of every other package, too.
 VERSIONS=$VENV/versions.txt

@@ -91,6 +91,21 @@ def test_ready_is_what_a_product_on_the_device_says(set_up, tmp_path):
     assert set_up() == (0, "", told), "nothing is left to do"
 
 
+def test_an_environment_of_the_other_build_or_of_an_interrupted_set_up_is_made_again(set_up, tmp_path):
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")  # without pip, as after Ctrl-C
+    (venv / "bin" / "python").chmod(0o755)
+    assert set_up()[1].endswith("ready\n")
+    for machine, stays in (({"GPUS": ""}, False), ({}, False), ({"CHECK": 1}, True)):
+        (venv / "of the last build").touch()
+        set_up(**machine)
+        assert (venv / "of the last build").exists() is stays
+        if not stays:  # as an earlier version left it
+            (venv / ".build").unlink()
+            (venv / ".setup-stamp").write_text("0123456789abcdef-" + ("cpu" if machine else "cuda"))
+
+
 @pytest.mark.parametrize("uv", ["works", "fails", "missing"])
 def test_pip_installs_the_lock_file_where_uv_does_not(set_up, tmp_path, uv):
     if uv == "missing":
