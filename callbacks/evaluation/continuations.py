@@ -60,11 +60,12 @@ class Continuations(EvaluationHooks):
     success.
 
     Adds the share of correct outcomes to ``evaluation.json``: ``continues/clean``, ``continues/drifted``, and each
-    ``/<k>``, where the model takes over at turn k. Sampling and judgement are those of the test
-    (``EvaluationRow.accuracy``).
+    ``/<k>``, where the model takes over at turn k. Sampling is that of the test, and the outcome is
+    ``EvaluationRow.accuracy``, whatever judge or answers the test's own table has.
 
     Args:
-        trajectories: file or folder of ``rollout.storage``, sampled by a policy with the same tokenizer.
+        trajectories: parquet file of ``rollout.storage`` or folder of such files, sampled by a policy with the same
+            tokenizer.
         max_prefixes: prefixes of each kind.
     """
 
@@ -73,12 +74,13 @@ class Continuations(EvaluationHooks):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         check_continues(data_module(trainer), type(self).__name__)
+        saved_files(self.trajectories)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> None:
         if split != "test":
             return
         data = data_module(trainer)
-        saved = load_trajectories(Path(self.trajectories))
+        saved = (t for file in saved_files(self.trajectories) for t in load_trajectories(file))
         found = prefixes((t for t in saved if not t.left_out), data.rollouts.environment)
         metrics: dict[str, Interval] = {}
         for kind, of_a_kind in found.items():
@@ -92,6 +94,14 @@ class Continuations(EvaluationHooks):
                 part = [row for at, row in outcomes if at == turn]
                 metrics[f"{PREFIX}{kind}/{turn + 1}"] = bootstrap_pooled(part)
         add_metrics(trainer, pl_module, split, metrics, PREFIX)
+
+
+def saved_files(path: str) -> list[Path]:
+    """Return the parquet files at a path, a file's or a folder's. Raises FileNotFoundError if there is none."""
+    files = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(f"no trajectories at {path}; expected a parquet file, or a folder of such files")
+    return files
 
 
 def check_continues(data: Any, callback: str) -> None:

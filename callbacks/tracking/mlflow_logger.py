@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -237,12 +237,13 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def log_datasets(self, datasets: Iterable[Any]) -> None:
         """Log the run's data sets (``mlflow.entities.DatasetInput``) to MLflow, once per run."""
-        self._uploader.put(lambda run: run.log_datasets(datasets))
+        found = cache(lambda: list(datasets))  # an attempt may fail after it has used up an iterator
+        self._uploader.put(lambda run: run.log_datasets(found()))
 
     @rank_zero_only
     def log_file(self, path: Path, artifact_folder: str) -> None:
         """Copy a file into the MLflow run's artifacts."""
-        self._uploader.put(lambda run: run.open().log_artifact(run.run_id, str(path), artifact_folder))
+        self._uploader.put(lambda run: run.log_file(path, artifact_folder))
 
     def sync(self) -> int:
         """Flush the metrics file to disk and return its length in bytes. Other ranks than 0 have no file and return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class MLflowRun:
         self.made = False  # whether this object has created the run
         self._last: dict[str, int] = {}  # name of a metric -> its last step in the store
         self._refused: set[str] = set()  # metrics that the store does not take
+        self._without_artifacts = False
 
     def open(self, started_ms: int | None = None) -> MlflowClient:
         """Connect to the MLflow store on the first call, and return its client. Raises whatever the store raises.
@@ -128,9 +129,25 @@ class MLflowRun:
             origin: commit and command; default: those of this process.
         """
         client, config = self.open(), yaml.safe_load(yaml_text)
-        client.log_text(self.run_id, yaml_text, "config.yaml")
         self._log_tags(client, tags(config, origin or run_info()))
         self.log_parameters(parameters(config))
+        self._log_artifact(lambda: client.log_text(self.run_id, yaml_text, "config.yaml"))
+
+    def log_file(self, path: Path, artifact_folder: str) -> None:
+        """Copy a file into the run's artifacts."""
+        client = self.open()
+        self._log_artifact(lambda: client.log_artifact(self.run_id, str(path), artifact_folder))
+
+    def _log_artifact(self, send: Callable[[], Any]) -> None:
+        """Send an artifact. Artifacts have a store of their own: if it fails, warn once, since the stage's folder has
+        the files."""
+        try:
+            send()
+        except Exception as error:
+            if not self._without_artifacts:
+                reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+                log.warning("MLflow (%s) does not take the run's artifacts, which stay here: %s", self.uri, reason)
+            self._without_artifacts = True
 
     def log_parameters(self, found: Mapping[str, Any]) -> None:
         """Send the parameters that the MLflow run does not have yet. MLflow forbids changing a parameter."""

@@ -138,6 +138,11 @@ class CollapseGuard(L.Callback):
         for entry in self.history:  # the rules are functions of the history
             self._judge(entry)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.stop and self.fired:  # a resume of a run that a rule has ended, to finish its test
+            log.warning("not training on: %s", "; ".join(self.fired.values()))
+            trainer.should_stop = True
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

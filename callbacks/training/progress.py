@@ -108,7 +108,7 @@ class Progress(ProgressBar):
         """Report that ``finished`` of ``expected`` trajectories of an evaluation batch are complete. The data module
         calls this."""
         phase, batches, total = self._evaluation
-        if self._enabled and finished < expected:
+        if self._enabled and finished < expected and not self.trainer.sanity_checking:
             self._reports.report(phase, (batches + finished / expected) / total)
 
     def _begin_evaluation(self, phase: str, batches: Any) -> None:

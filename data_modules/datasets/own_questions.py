@@ -93,12 +93,13 @@ def _ours(
 
 
 def _answers(value: Any) -> Any:
-    """Return gold answers as a list of texts, parsed first if they are JSON text. Other values are returned
-    unchanged."""
+    """Return gold answers as a list of texts. JSON text of a list of texts is such a list, too; of other values it is
+    one answer, such as an interval. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            parsed = json.loads(value)
         except (ValueError, RecursionError):
             return [value]
+        value = parsed if all(isinstance(one, str) for one in parsed) else [value]
     answers = as_answers(value)
     return value if answers is None else list(answers)

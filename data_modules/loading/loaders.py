@@ -7,6 +7,7 @@ loaders here have a length and do nothing before ``next``.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -89,8 +90,9 @@ class TrainLoader:
 class EvaluationLoader:
     """Evaluation loader that rolls out this rank's share of the tasks, in order, batch by batch.
 
-    Rank r takes tasks r, r + world, ..., each once. Every rank has the same number of batches, because collectives
-    follow each, so the last batches of some ranks may be empty.
+    Rank r takes tasks r, r + world, ..., each once, in batches of nearly equal size: a single failure in a small last
+    batch would be a large share of it. Every rank has the same number of batches, because collectives follow each, so
+    some ranks' batches may be empty.
     """
 
     def __init__(
@@ -113,5 +115,6 @@ class EvaluationLoader:
         return self._length
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
-        for i in range(self._length):
-            yield self._rollout(self.tasks[i * self._batch_size : (i + 1) * self._batch_size], self.mode)
+        ends = [-(-i * len(self.tasks) // max(self._length, 1)) for i in range(self._length + 1)]
+        for start, end in itertools.pairwise(ends):
+            yield self._rollout(self.tasks[start:end], self.mode)

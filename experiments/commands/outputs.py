@@ -132,7 +132,7 @@ def import_run(store: StageFolder, uri: str, outputs: Path) -> str:
     run.log_parameters(parameters(config))
     run.log_datasets(dataset_inputs(config, outputs))
     for page in sorted((store.path / "trajectories").glob("*.html")) if run.made else ():
-        client.log_artifact(run.run_id, str(page), "trajectories")
+        run.log_file(page, "trajectories")
     sent = run.log_metrics(rows)
     if result is not None:
         client.set_terminated(run.run_id, "FINISHED", round(1000 * result["finished"]))

@@ -79,6 +79,20 @@ def test_run_has_params_metrics_by_step_and_artifacts(outputs):
     assert location.startswith((outputs / "mlartifacts" / "tests").as_uri())
 
 
+def test_metrics_arrive_where_artifacts_are_refused(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    uri, there = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "file" / "artifacts")
+    logger = MLflowLogger("tests", "run", uri, save_dir=str(tmp_path / "stage"), artifact_location=there)
+    logger.log_config("model: tiny\n")
+    logger.log_file(tmp_path / "file", "pages")
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    logger.flush()
+    client = MlflowClient(uri)
+    assert client.get_metric_history(logger.run_id, "train/loss")[0].value == 1.0
+    assert client.get_run(logger.run_id).data.params["model"] == "tiny"
+    assert caplog.text.count("does not take the run's artifacts") == 1
+
+
 def test_resume_continues_the_run_and_repeated_steps_count_once(outputs, tmp_path):
     options = {"tracking_uri": f"sqlite:///{outputs}/mlflow.db", "save_dir": str(tmp_path)}
     first = MLflowLogger("resumes", "run", **options)

@@ -59,6 +59,7 @@ def test_evaluation_shards_cover_every_row_once_with_equal_numbers_of_batches(n,
         batches = list(loader)
         assert all(len(b) <= batch for b in batches)
         assert len(batches) == len(loader)
+        assert max(map(len, batches), default=0) - min(map(len, batches), default=0) <= 1
         lengths.add(len(batches))
         seen += [task for b in batches for task in b]
     assert sorted(seen) == list(range(n))

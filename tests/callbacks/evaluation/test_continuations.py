@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from callbacks.evaluation.continuations import Continuations
 from callbacks.evaluation.evaluation import Evaluation
 from data_modules.datasets.questions import write_tasks
@@ -45,7 +47,11 @@ def test_right_ends_by_kind_and_turn(trainer_for, tmp_path, model_dir):
     rollouts.close()
     write_tasks(tmp_path / "test.parquet", asked[:1])
     data = EvaluationData(system(teacher), test_files=[str(tmp_path / "test.parquet")], max_infrastructure_failures=0.5)
-    callbacks = [Evaluation(200), Continuations(str(tmp_path / "saved.parquet"))]
+    with pytest.raises(FileNotFoundError, match="no trajectories at .*; expected a parquet file, or a folder"):
+        trainer_for([Continuations(str(tmp_path / "saved"))]).test(Hands(), datamodule=data, verbose=False)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved.parquet").rename(tmp_path / "saved" / "0.parquet")
+    callbacks = [Evaluation(200), Continuations(str(tmp_path / "saved"))]
     trainer_for(callbacks).test(Hands(), datamodule=data, verbose=False)
     found = json.loads((tmp_path / "stage" / "evaluation.json").read_text())["test"]
     ends = {name: (m["mean"], m["n"]) for name, m in found.items() if name.startswith("continues/")}

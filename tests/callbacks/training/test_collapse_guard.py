@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from callbacks.training.collapse_guard import CALLS, CollapseDetector, CollapseGuard, action_counts
 from rollout.storage import load_trajectories
@@ -115,6 +115,23 @@ def test_a_gradient_that_overflows_in_float16_is_no_collapse(trainer_for, caplog
         Scripted(norms, [make_trajectory()], Trajectories)
     )
     assert caplog.text.count("may be collapsing") == reports
+
+
+def test_a_run_that_was_stopped_is_not_trained_on_by_a_resume(trainer_for, tmp_path):
+    metrics = [{"train/em": em} for em in (0.1, 0.4, *[0.1] * 8)]
+    saved, batch = tmp_path / "stopped.ckpt", [make_trajectory()]
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.save_checkpoint(saved)
+
+    for stop, steps in ((True, 5), (False, 10)):
+        trainer = trainer_for([CollapseGuard(patience=3, stop=True), Save()], max_epochs=1, limit_val_batches=0)
+        trainer.fit(Scripted(metrics, batch, Trajectories))
+        assert trainer.global_step == 5
+        again = trainer_for([CollapseGuard(patience=3, stop=stop)], max_epochs=1, limit_val_batches=0)
+        again.fit(Scripted(metrics, batch, Trajectories), ckpt_path=saved)
+        assert again.global_step == steps
 
 
 def test_guard_remembers_over_a_resume():

@@ -156,6 +156,20 @@ def test_figures_and_durations():
     assert [duration(s) for s in seconds] == ["3.2 s", "4 min 10 s", "2 h 05 min", "?"]
 
 
+def test_the_sanity_check_of_a_validation_is_no_phase(trainer_for, capfd, monkeypatch):
+    class RollsOut(L.Callback):
+        def on_validation_batch_start(self, trainer, *_):
+            trainer.progress_bar_callback.rolled_out(1, 2)
+
+    monkeypatch.setattr("common.progress_reports.EVERY_S", 0.0)
+    trainer = trainer_for([Progress(), RollsOut()], max_epochs=1, num_sanity_val_steps=1)
+    trainer.fit(Scripted([{"train/em": 0.1}], loader=Trajectories))
+    found = [Progressed.parse(line) for line in capfd.readouterr().err.encode().splitlines() if line[:1] == MARK]
+    assert [(p.phase, p.done) for p in found if p.phase != "train"] == [
+        ("validate", 0.0), ("validate", 0.5), ("validate", 1.0)
+    ]  # fmt: skip
+
+
 def test_progress_is_reported_by_phase(trainer_for, capfd, monkeypatch):
     monkeypatch.setattr("common.progress_reports.EVERY_S", 0.0)
     metrics = [{"train/em": 0.1 * i} for i in range(4)]
