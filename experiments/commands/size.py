@@ -13,13 +13,16 @@ from typing import Any
 
 from experiments.commands.command import command, make_graph, numbers, option
 from experiments.registry import sizing
+from experiments.registry.constructors import arguments_of
 from experiments.registry.errors import ExperimentError, nearest
 from experiments.registry.files import Config
 from experiments.registry.machine import assume_gpu, measured_cpu
 from experiments.registry.shapes import GB, GPU_SPECS, Dimensions, GPUSpec, Precision, known_model
 from experiments.registry.sizing import Adapters, Run, Strategy, Training
+from experiments.stages.classes import import_class
 from experiments.stages.context import RunContext
 from experiments.stages.graph import Stage
+from rollout.engines.vllm_cpu import CPU_KV_CACHE_BYTES
 
 NAMES = {"self_teacher": "self-teacher", "average": "moving average"}  # of a module's attributes, in the table
 GPUS = "1,8,16"
@@ -102,7 +105,10 @@ def with_cpu_engines(column: Sized, stage: Stage, chip: GPUSpec, root: Path) -> 
     """Return the figures with the memory that the engines take on a CPU: weights, cache and work."""
 
     def share(engine: Config, parameters: float) -> float:
-        size = element_of(engine) * parameters + float(engine.get("kv_cache_bytes") or 0) + sizing.ENGINE_WORK
+        if "kv_cache_bytes" not in engine:  # none, or on other machines
+            return 0.0
+        cache = float(engine["kv_cache_bytes"] or CPU_KV_CACHE_BYTES)
+        size = element_of(engine) * parameters + cache + sizing.ENGINE_WORK
         return size / chip.memory
 
     _, rollouts, engine = sampling_options(stage)
@@ -118,16 +124,26 @@ def element_of(engine: Config) -> int:
     return BYTES[str(engine.get("dtype") or "float32")]
 
 
+def options_of(config: Config | None) -> Config:
+    """Return the arguments of a class in a configuration, with the class's defaults for those that are not given; empty
+    without a class."""
+    if not config:
+        return {}
+    known = arguments_of(import_class(config["class_path"], "size")).known
+    defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
+    return defaults | (config.get("init_args") or {})
+
+
 def guide_options(rollouts: Config) -> Config:
     """Return the options of the engine that a guide plays with; empty where the rollouts have no guide."""
-    return ((rollouts.get("guide") or {}).get("engine") or {}).get("init_args") or {}
+    return options_of((rollouts.get("guide") or {}).get("engine"))
 
 
 def sampling_options(stage: Stage) -> tuple[Config, Config, Config]:
     """Return the options of a stage's data module, of its rollout system and of its engine; empty where it has none."""
-    data = (stage.config.get("data") or {}).get("init_args") or {}
-    rollouts = (data.get("rollouts") or {}).get("init_args") or {}
-    return data, rollouts, (rollouts.get("engine") or {}).get("init_args") or {}
+    data = options_of(stage.config.get("data"))
+    rollouts = options_of(data.get("rollouts"))
+    return data, rollouts, options_of(rollouts.get("engine"))
 
 
 def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
@@ -154,7 +170,7 @@ def sized(stage: Stage, module: Any, gpus: int, root: Path) -> Sized:
         engine_share=float(engine.get("gpu_memory_utilization") or 0.0),
         guide_share=float(guide_options(rollouts).get("gpu_memory_utilization") or 0.0),
         sleep_mode=bool(rollouts.get("sleep_mode")),
-        max_length=int(engine.get("max_length") or 4096),
+        max_length=int(engine.get("max_length") or 4096),  # none without rollouts
         scores=bool(getattr(module, "reads_old_logprobs", True)),
     )
     in_flight = min(int(rollouts.get("concurrency", 256)), int(engine.get("max_num_seqs", 256)))
@@ -166,7 +182,7 @@ def run_of(data: Any, rollouts: Any, model: Any, training: Training) -> Run | No
     ``iterations``."""
     if not data.get("prompts_per_iteration") or not data.get("iterations"):
         return None
-    protocol = rollouts.get("protocol", {}).get("init_args") or {}
+    protocol = options_of(rollouts.get("protocol"))
     windowed = protocol.get("window") is not None or protocol.get("history") == "template"
     rows = max(1.0, rollouts.get("max_turns", 4) / 2) if windowed else 1.0
     turn = min(int(rollouts.get("max_turn_tokens", 500)), training.max_length)

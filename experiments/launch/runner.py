@@ -32,6 +32,7 @@ from experiments.stages.context import STOPPED, Chain, RunContext, StageFailed
 from experiments.stages.graph import Graph, Stage, closure, require_files, strings
 from experiments.stages.stage import REFUSED, SUMMARY
 from experiments.stages.store import StageFolder
+from experiments.stages.tested_on import tested_on
 
 SHOWN = 3  # runs, and differing options of a run, that a message names
 WATCHES = ("trainer.logger.", "trainer.default_root_dir")  # derived from the name, the seed and the folder
@@ -116,6 +117,8 @@ def print_plan(graph: Graph, todo: Sequence[Stage], context: RunContext, plan: S
         if stage not in todo:
             result = folder.result() or {}
             what = f"done in {duration(result.get('seconds', 0))}"
+            if replaced := folder.replaced_upstream(stage.upstream):
+                what += f", with an earlier {' and '.join(replaced)}; again: {_afresh(stage, context)}"
         elif folder.result() is not None:
             what = "to make afresh"
         elif folder.lock.owner() is not None:
@@ -276,12 +279,18 @@ def make_stage(
             "key": stage.key,
             "arguments": list(stage.arguments),
             "upstream": {s.name: s.key for s in stage.upstream},
+            "identities": {s.name: StageFolder(s.folder).identity() for s in stage.upstream},
             "command": context.command(),
             "checkpoint": str(checkpoint.absolute()) if checkpoint else None,
         }
         # A task may continue from the files of an earlier attempt at the same configuration.
         keep = bool(resume) or (stage.kind == "task" and not fresh and store.path.exists())
         serve = context.for_stage(stage).command("retriever")
+        if keep and (replaced := store.replaced_upstream(stage.upstream)):
+            raise ExperimentError(
+                f"{stage.name} began with an earlier {' and '.join(replaced)}, made again since; start it afresh: "
+                f"{_afresh(stage, context)}"
+            )
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}
@@ -330,6 +339,7 @@ def _result(stage: Stage, store: StageFolder, context: RunContext, seconds: floa
         "retrievers": store.metadata()["retrievers"],
         "host": {"machine": platform.platform(), "cores": os.cpu_count()},
         "versions": _versions(),
+        "tested_on": tested_on(stage.folder),
         "test": json.loads(evaluation.read_text()).get("test") if evaluation.is_file() else None,
         "summary": json.loads(summary.read_text()) if summary.is_file() else None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -46,7 +47,10 @@ class Screen:
         start = 0
         for found in REPORT.finditer(data):
             self._say(data[start : found.start()])
-            self._take(Progress.parse(found[0]))
+            try:
+                self._take(Progress.parse(found[0]))
+            except (ValueError, TypeError, KeyError):  # the program's own output
+                self._say(found[0])
             start = found.end()
         self._say(data[start:])
 
@@ -55,13 +59,13 @@ class Screen:
         if self._terminal and self._fresh and time.monotonic() - self._drawn >= REDRAW_S:
             columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80  # as they are now
             text = status(self._progress, self._chain, time.monotonic() - self._begun, columns - 1)
-            _out(b"\r\x1b[K" + text.encode())
+            out(b"\r\x1b[K" + text.encode())
             self._drawn = time.monotonic()
 
     def erase(self) -> None:
         """Clear the progress line from the terminal."""
         if self._drawn > -math.inf:
-            _out(b"\r\x1b[K")
+            out(b"\r\x1b[K")
             self._drawn = -math.inf
 
     def close(self) -> None:
@@ -74,7 +78,7 @@ class Screen:
             return
         if aloud:
             self.erase()
-            _out(data)
+            out(data)
             self._fresh = data.endswith(b"\n")
         self._log.write(data)
         self._log.flush()
@@ -124,6 +128,21 @@ def _chain_left(progress: Progress | None, chain: Chain, elapsed: float) -> str:
     return f"{'' if known else '>'}{duration(max([0.0, *own]) + chain.rest_s)} for all"
 
 
-def _out(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+def out(data: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        _go_on_unread()
+
+
+def _go_on_unread() -> None:
+    """Let what nobody reads any more (``tee`` ended with the same Ctrl-C, the terminal was closed) go nowhere, so that
+    the stage can end as it should. Its log has everything."""
+    nowhere, gone = os.open(os.devnull, os.O_WRONLY), os.fstat(sys.stdout.fileno())
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
+        if os.path.samestat(os.fstat(descriptor), gone):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -93,5 +93,7 @@ def job_file(target: Stage, context: RunContext, ranks: Ranks, log: Path, extra:
         "FRESH": "--fresh" if context.fresh else "",
         "TASK": f'exec {shlex.join(words)} $FRESH --node-rank "$SLURM_NODEID"',
     }
-    text = TEMPLATE.read_text().replace("@DIRECTIVES@", "\n".join(f"#SBATCH {option}" for option in options))
+    text = TEMPLATE.read_text().replace(
+        "@DIRECTIVES@", "\n".join(f"#SBATCH {shlex.quote(option)}" for option in options)
+    )
     return re.sub("@([A-Z]+)@", lambda match: shlex.quote(values[match[1]]), text)

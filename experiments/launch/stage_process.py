@@ -26,7 +26,7 @@ from types import FrameType
 from callbacks.training.stop_request import STOPPED as STOPPED_FILE
 from common.make_command import COMMAND_VARIABLE, CONTINUE_VARIABLE
 from experiments.launch.fork_server import ForkedProcess, ForkServer
-from experiments.launch.screen import Screen
+from experiments.launch.screen import Screen, out
 from experiments.launch.shared_retrievers import shared_retrievers
 from experiments.launch.torchrun import threads_per_rank, torchrun_command
 from experiments.registry.hardware import ranks_of, require_launcher
@@ -133,30 +133,34 @@ def run_child(
             start_new_session=True,
         )  # fmt: skip
     presses, trouble, looked, deadline = 0, None, 0.0, math.inf
+    unsaid: deque[str] = deque()  # by the signal handler, which may interrupt a print
     logging.getLogger().addHandler(notes := _Notes())
 
-    def say(words: str) -> None:
-        screen.erase()
-        print(f"\n{words}", flush=True)
+    def say() -> None:
+        while unsaid:
+            screen.erase()
+            out(f"\n{unsaid.popleft()}\n".encode())
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
-        with contextlib.suppress(OSError):  # of a terminal that was closed, or a stage that has just ended
+        with contextlib.suppress(OSError):  # of a stage that has just ended
             if presses == 1:
                 child.send_signal(signal.SIGINT)
-                say("stopping cleanly; Ctrl-C again ends the stage at once")
+                unsaid.append("stopping cleanly; Ctrl-C again ends the stage at once")
             else:
                 os.killpg(child.pid, signal.SIGKILL)
-                say("ended at once")
+                unsaid.append("ended at once")
 
     def check_watch() -> None:
         nonlocal trouble, looked, deadline
         notes.pass_to(screen)
+        say()
         if trouble is None and time.monotonic() > looked + WATCH_S:
             trouble, looked = watch(), time.monotonic()
             if trouble is not None:
-                say(f"{trouble}; the processes here end in {GRACE_S:.0f} s")
+                unsaid.append(f"{trouble}; the processes here end in {GRACE_S:.0f} s")
+                say()
                 deadline = looked + GRACE_S
         if time.monotonic() > deadline:
             os.killpg(child.pid, signal.SIGKILL)
@@ -170,6 +174,7 @@ def run_child(
     finally:
         logging.getLogger().removeHandler(notes)
         notes.pass_to(screen)
+        say()
         screen.close()
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ A key is a SHA-256 over
 * with every path of an existing file or folder replaced by the hash of its contents, wherever it is. This holds for
   options that name models and data (``INPUTS``) and for those that accept text by their class's annotations. Our own
   classes take folders only in the options ``FOLDERS``: elsewhere a prefix ``/usr/lib`` is text,
-* and the arguments left for the parser.
+* and the arguments left for the parser (``+=``, another class), with the hashes of the files that they name.
 
 Code is not part of the key; result.json records the commit.
 """
@@ -25,6 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
+
 from common.digests import sha256
 from common.errors import one_line
 from common.files import write_atomically
@@ -32,6 +34,7 @@ from data_modules.datasets.benchmark_names import split_reference
 from experiments.registry.compose import Config
 from experiments.registry.constructors import arguments_of
 from experiments.registry.errors import ExperimentError
+from experiments.registry.files import parse_yaml
 from experiments.registry.project import PACKAGES
 
 KEY_VERSION = 1  # raise it after a change of meaning; every stage then runs again
@@ -156,7 +159,18 @@ def stage_key(config: Config, arguments: Sequence[str], root: Path, hash_path: C
                     raise ExperimentError(f"'{name}' is {value}: {one_line(error)}") from None
         return value
 
-    body = {"version": KEY_VERSION, "config": walk(semantic(config), "", bool), "arguments": list(arguments)}
+    def walk_argument(argument: str) -> str:
+        """Return ``--path=value`` with the hashes of the files that the value names, whatever the option."""
+        path, _, text = argument.partition("=")
+        try:
+            value = parse_yaml(f"value: {text}")["value"]
+        except yaml.YAMLError:
+            value = text
+        hashed = walk(value, path.rstrip("+").rpartition(".")[2], lambda is_folder: not is_folder)
+        return argument if hashed == value else f"{path}={json.dumps(hashed, sort_keys=True)}"
+
+    given = [walk_argument(one) for one in arguments]
+    body = {"version": KEY_VERSION, "config": walk(semantic(config), "", bool), "arguments": given}
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 

@@ -12,8 +12,8 @@ import polars as pl
 import yaml
 
 from callbacks.tracking.metrics_file import METRICS_FILE, read_metrics
-from experiments.reports.tested_on import differing, tested_on
 from experiments.stages.store import StageFolder
+from experiments.stages.tested_on import differing, tested_on
 
 PIPED = 100_000  # columns, so that a table in a pipe is never cut
 CURVES = (

@@ -15,7 +15,7 @@ from experiments.reports.compare import history_frame, table_text
 from experiments.reports.curves import DPI, curves_figure
 from experiments.reports.results import Run, read_evaluation, read_training, results_json
 from experiments.reports.results_page import metric_text, results_page
-from experiments.reports.tested_on import differing, tested_on
+from experiments.stages.tested_on import differing, tested_on
 
 RESULT_CURVES = (  # drawn besides those of the score, if a run has them
     "train/kl", "train/entropy", "train/tool_calls_per_trajectory", "train/opd_log_ratio",

@@ -23,7 +23,7 @@ from callbacks.evaluation_rows import AGENT
 from callbacks.tracking.run_info import TRAINING_FILE
 from experiments.registry.columns import COLUMNS, OVER_ATTEMPTS, SCORES, Column, Score
 from experiments.reports.question_values import common_tables, packed
-from experiments.reports.tested_on import tested_on
+from experiments.stages.tested_on import tested_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from experiments.registry.columns import Column, Score
 from experiments.reports.markdown import fenced, markdown_table
 from experiments.reports.question_values import common_tables
 from experiments.reports.results import mean_metric, paired, pooled_cell, score_values
-from experiments.reports.tested_on import differing
+from experiments.stages.tested_on import differing
 
 Result = Mapping[str, Any]  # an object of ``results.results_json``
 ENOUGH_SEEDS = 5  # needed for a p-value

@@ -12,10 +12,11 @@ outputs/NAME/KEY.lock   held while a process works in the folder
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,15 @@ import yaml
 
 from callbacks.training import stop_request
 from callbacks.training.checkpoint_files import FOLDER, anything_saved, find_checkpoint
-from common.digests import files_of, write_digests
+from common.digests import files_of, list_path, write_digests
 from common.files import REPLACED, obey_umask, remove, set_aside, write_atomically
 from experiments.registry.files import read_json
 from experiments.stages.graph import Stage
 
 HANDED_ON = (".parquet", ".jsonl", ".csv")
 MODEL = "model"
-OWN_FOLDERS = (FOLDER, MODEL, "index")  # have their own digests; an index records the sizes of its files
+INDEX = "index"
+OWN_FOLDERS = (FOLDER, MODEL, INDEX)  # have their own digests; an index records the sizes of its files
 
 
 class Lock:
@@ -132,6 +134,23 @@ class StageFolder:
         if self.lock.owner() is not None:
             return "running"
         return "interrupted" if anything_saved(self.path) else "unfinished"
+
+    def identity(self) -> str | None:
+        """Return a hash of what the stage hands on (its model, or else its tables and index), or None while the stage
+        is not done. A second run with the same outcome has the same identity."""
+        if self.result() is None:
+            return None
+        model = list_path(self.path / MODEL)
+        files = [model] if model.is_file() else [list_path(self.path), self.path / INDEX / "metadata.json"]
+        read = b"".join(file.read_bytes() for file in files if file.is_file())
+        return hashlib.sha256(read).hexdigest()
+
+    def replaced_upstream(self, upstream: Iterable[Stage]) -> list[str]:
+        """Return the names of the ``upstream`` stages that have another outcome than when this stage began, because
+        they were run again."""
+        then = self.metadata().get("identities", {})
+        now = {stage.name: StageFolder(stage.folder).identity() for stage in upstream}
+        return [name for name, one in now.items() if None not in (one, then.get(name)) and one != then[name]]
 
     # -- sessions -----------------------------------------------------------------------------------------------
 

@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import polars as pl
 import yaml
 
-from callbacks.evaluation_rows import AGENT
 from data_modules.datasets.benchmark_names import split_reference
+from experiments.registry.files import read_json
 from experiments.registry.keys import HASHES, PathHasher
 from experiments.stages.inputs import dataset_name
 
@@ -20,7 +19,15 @@ MOST = 8  # rows of a set that are listed
 
 def tested_on(folder: Path) -> str | None:
     """Return a stage's test set as text, such as ``gsm8k (40 questions, 3f2a1c)``; None for a stage without a test.
-    Equal texts mean the same questions: the digest covers question ids and test files."""
+    Equal texts mean the same questions: the digest covers question ids and test files, as they were when the stage
+    ended."""
+    result = folder / "result.json"
+    if result.is_file() and (stored := read_json(result).get("tested_on")):
+        return stored
+    import polars as pl
+
+    from callbacks.evaluation_rows import AGENT
+
     table, config = folder / "evaluation" / "test.parquet", folder / "config.yaml"
     if not table.is_file():
         return None

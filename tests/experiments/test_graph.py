@@ -101,6 +101,23 @@ def test_contents_of_input_files_decide_not_their_place(workshop, tmp_path):
     assert key(workshop, target="x") != first
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--data.files+={}"],
+        ["--data=d.B", "--data.files={}"],
+    ],
+)
+def test_contents_of_files_that_only_the_parser_sees_are_in_the_key(chain, tmp_path, given):
+    table = tmp_path / "mine.jsonl"
+    words = [word.format(table) for word in given]
+    table.write_text("rows")
+    first = key(chain, *words)
+    assert key(chain, *words) == first
+    table.write_text("other rows")
+    assert key(chain, *words) != first
+
+
 NUMBERS = "experiment: {{kind: fit}}\nmodel: {{class_path: tests.experiments.toys.Options, init_args: {{{given}}}}}\n"
 
 

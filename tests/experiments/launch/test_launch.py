@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -203,6 +204,16 @@ def test_a_job_that_is_queued_again_does_not_begin_afresh(workshop, tmp_path, re
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.split()
     assert words[-2:] == ["--node-rank", "0"] and ("--fresh" in words) is expected, done.stdout
+
+
+def test_directives_are_words_whatever_they_contain(workshop, tmp_path):
+    workshop.task("note", "text: hello")
+    context = RunContext(workshop.project, "note", (), None)
+    log = tmp_path / "my outputs" / "%j.log"
+    text = job_file(workshop.graph("note").target(), context, Ranks(1, 2), log, "--comment='two words'")
+    directives = re.findall("^#SBATCH (.*)$", text, re.MULTILINE)
+    assert all(len(shlex.split(line)) == 1 for line in directives), directives
+    assert {f"--output={log}", "--comment=two words"} <= {shlex.split(line)[0] for line in directives}
 
 
 # -- what a node does while it waits ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,45 @@ def test_a_table_that_another_stage_made_is_not_read_once_it_was_altered(chain, 
     [line] = refused.stderr.splitlines()
     assert "rows.jsonl has SHA-256" in line and "make train EXP=a FRESH=1" in line
     assert StageFolder(workshop.graph("b").target().folder).result() is not None, "what was made is still there"
+
+
+def test_what_was_made_of_an_earlier_run_says_so_and_is_not_continued(chain, run_here):
+    workshop, _ = chain
+
+    def make_a(row):
+        made = StageFolder(workshop.graph("a").target().folder)
+        made.path.mkdir(parents=True, exist_ok=True)
+        (made.path / "rows.jsonl").write_text(row)
+        (made.path / "note.txt").write_text("A")
+        made.finish({"kind": "task", "seconds": 1, "finished": time.time()})
+
+    make_a('{"question": "who?"}')
+    assert run_here("train", "b").returncode == 0
+    make_a('{"question": "who?"}')
+    assert "with an earlier" not in run_here("train", "b").stdout, "the same rows again"
+    make_a('{"question": "whom?"}')
+    again = run_here("train", "b")
+    assert again.returncode == 0 and ", with an earlier a; again: make train EXP=b FRESH=1\n" in again.stdout
+    stage = workshop.graph("b").target()
+    (stage.folder / "result.json").unlink()  # as if it had been stopped
+    refused = run_here("train", "b")
+    assert refused.returncode == 2 and refused.stderr.splitlines() == [
+        "error: b began with an earlier a, made again since; start it afresh: make train EXP=b FRESH=1"
+    ]
+    assert run_here("train", "b", "--fresh").returncode == 0
+    assert "with an earlier" not in run_here("train", "b").stdout
+
+
+@pytest.mark.slow
+def test_stages_go_on_when_their_reader_has_gone(chain):
+    workshop, journal = chain
+    workshop.task("a", "text: A, seconds: 1.0")
+    process = workshop.start("train", "b", stderr=subprocess.STDOUT)
+    while "] a: " not in process.stdout.readline():
+        pass
+    process.stdout.close()  # as `| head` does, or a `tee` that the same Ctrl-C ends
+    assert process.wait(timeout=300) == 0 and runs(journal) == ["a", "b"]
+    assert StageFolder(workshop.graph("b").target().folder).result() is not None
 
 
 @pytest.mark.slow

@@ -68,6 +68,15 @@ def test_a_log_file_has_a_line_now_and_then(tmp_path, capfdbinary, monkeypatch):
     assert MARK.decode() not in text and text.startswith("words of the stage\n")
 
 
+def test_a_mark_in_the_programs_own_output_is_text(tmp_path, capfdbinary):
+    shown = Screen(tmp_path / "log", CHAIN)
+    own = b"".join((b"a", MARK, b"b\n", MARK, b'{"phase": 1}\n', MARK, b"[]\n"))
+    shown.write(own + as_bytes(at(1.0)))
+    shown.close()
+    out = capfdbinary.readouterr().out
+    assert out.startswith(own) and b"100%" in out and (tmp_path / "log").read_bytes() == out
+
+
 def test_a_terminal_has_a_status_that_gives_way_to_words(tmp_path, monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((80, 24)))

@@ -288,7 +288,20 @@ def test_a_run_on_this_machines_cores(capsys, monkeypatch, tmp_path):
     guide = json.dumps({"engine": engine, "share": 0.5})
     assert main(["size", "smollm2_grpo", "--gpu", "cpu", "--data.rollouts.guide", guide]) == 0
     guided = re.search(r"^  guide +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert guided and float(guided[1]) == pytest.approx(0.596 * 4 + 1, abs=0.06), "weights in float32, and work"
+    assert guided and float(guided[1]) == pytest.approx(0.596 * 4 + 0.268 + 1, abs=0.06), "weights, cache, work"
+
+
+def test_options_that_are_not_given_are_the_classes_defaults(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COMPACT_AGENTS_OUTPUTS", str(tmp_path))
+    servers = {"class_path": "rollout.engines.vllm_servers.engine.VLLMServers", "init_args": {"urls": ["http://a:1"]}}
+    shown = {}
+    for name, engine in {"own": None, "servers": servers}.items():
+        words = ["--data.rollouts.sleep_mode", "false"]
+        words += [] if engine is None else ["--data.rollouts.engine", json.dumps(engine)]
+        assert main(["size", "smollm2_grpo", "--gpu", "4090", "--gpus", "1", *words]) == 0
+        shown[name] = re.search(r"^  engine +(\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert shown["own"] and float(shown["own"][1]) == pytest.approx(0.5 * GPU_SPECS["4090"].memory / GB, rel=0.01)
+    assert shown["servers"] is None or float(shown["servers"][1]) == 0, "they are on other GPUs"
 
 
 def test_a_sleeping_engine_takes_turns_with_the_trainer():
