@@ -22,6 +22,24 @@ def pause_before_retry(retry: int, base_s: float) -> float:
     return base_s * 2 ** (retry - 1) * _DRAWS.uniform(0.5, 1.5)
 
 
+def holdable(error: BaseException) -> BaseException:
+    """Return an error as asyncio's futures can hold it. They refuse StopIteration, and whoever waits would wait for
+    ever."""
+    return RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a user's function in a thread, as ``asyncio.to_thread``; a StopIteration becomes a RuntimeError."""
+
+    def call() -> T:
+        try:
+            return function(*arguments, **options)
+        except StopIteration as stop:
+            raise holdable(stop) from stop
+
+    return await asyncio.to_thread(call)
+
+
 class PerLoop(Generic[T]):
     """Holds one object for one event loop at a time, created when first asked for. A later loop gets a new object.
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.async_calls import holdable
 from retrieval.types import Document, Progress, SearchBackend
 
 Answer = list[Document]  # to one query
@@ -36,7 +37,13 @@ class OwnerThread:
         self.progress = text
 
     def search(self, queries: list[str], k: int) -> Future[list[Answer]]:
-        return self._executor.submit(lambda: self.ready.result().search(queries, k))
+        def search() -> list[Answer]:
+            try:
+                return self.ready.result().search(queries, k)
+            except StopIteration as stop:
+                raise holdable(stop) from stop
+
+        return self._executor.submit(search)
 
     def close(self) -> None:
         """Answer all search requests so far, close the backend, and end the thread."""

@@ -59,6 +59,8 @@ from retrieval.types import IndexFolderError
 if TYPE_CHECKING:
     from retrieval.dense.vectors import VectorShards
 
+VECTORS = "vectors_file"  # setting: size and time of the file, because another may have its path
+
 
 class BuildIndex:
     """Stage that builds a search index, ``<output_dir>/index``, from a corpus file.
@@ -131,12 +133,18 @@ class BuildIndex:
             metadata = check_index(folder, corpus)
         except IndexFolderError:
             return False
-        return (metadata.kind, metadata.settings) == (self.kind, self._settings())
+        settings = self._settings()
+        if VECTORS not in metadata.settings:  # of an earlier version
+            settings.pop(VECTORS, None)
+        return (metadata.kind, metadata.settings) == (self.kind, settings)
 
     def _settings(self) -> dict[str, Any]:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw, "ivfpq": self.ivfpq}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
-        settings |= {"vectors": self.vectors} if self.vectors else {}
+        if self.vectors:
+            file = Path(self.vectors)
+            stat = (file / "vectors.json" if file.is_dir() else file).stat()
+            settings |= {"vectors": self.vectors, VECTORS: [stat.st_size, stat.st_mtime_ns]}
         return settings | self._reading()
 
     def _reading(self) -> dict[str, Any]:

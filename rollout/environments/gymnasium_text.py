@@ -5,13 +5,13 @@ Source: the interface of Gymnasium 1.x (gymnasium.farama.org), through the packa
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
+from common.async_calls import in_thread
 from common.ranges import FiniteFloat
 from rollout.environments.base import ACT, check_tasks
 from rollout.environments.text_episode import Played, TextEpisode, Texts, reset_arguments
@@ -85,8 +85,8 @@ class GymnasiumEpisode(TextEpisode):
         self._environment: gymnasium.Env[Any, Any] | None = None
 
     async def open(self) -> Any:
-        self._environment = await asyncio.to_thread(self._factory.make)
-        seen, _ = await asyncio.to_thread(self._environment.reset, **reset_arguments(self._task))
+        self._environment = await in_thread(self._factory.make)
+        seen, _ = await in_thread(self._environment.reset, **reset_arguments(self._task))
         return seen
 
     async def play(self, action: str) -> Played | str:
@@ -96,12 +96,12 @@ class GymnasiumEpisode(TextEpisode):
                 return f"There is no action {action}. The actions are: {', '.join(self._actions)}."
             chosen = self._actions[action.lower()]
         assert self._environment is not None
-        seen, reward, ended, cut, _ = await asyncio.to_thread(self._environment.step, chosen)
+        seen, reward, ended, cut, _ = await in_thread(self._environment.step, chosen)
         return Played(seen, float(reward), bool(ended or cut))
 
     async def close(self) -> None:
         if self._environment is not None:
-            await asyncio.to_thread(self._environment.close)
+            await in_thread(self._environment.close)
 
 
 def _actions(space: Any, words: Sequence[str] | None, environment: str) -> dict[str, int] | None:

@@ -37,6 +37,7 @@ from rollout.trajectory import Action, CallOutcome, InfrastructureError, Task, T
 
 TOOLS_FILE = "tools.json"
 CONNECT_S = 30.0  # of an HTTP connection
+END_S = 30.0  # for a server's answer to the end of a session
 # What the client says in place of an HTTP status of 400 or more, and a server of a session that it no longer has.
 HTTP_FAILURES = ("Server returned an error response", "Session terminated", "Session not found")
 DEFAULT_LIMITS = ToolLimits()
@@ -121,7 +122,10 @@ class Session:
         self._end.set()
         if not self._ready.done():
             self._task.cancel()
-        await asyncio.wait([self._task])
+        ended, _ = await asyncio.wait([self._task], timeout=END_S)
+        if not ended:  # an HTTP server may not answer the end of the session either
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=END_S)
 
     async def _hold(self) -> None:
         with tempfile.TemporaryFile("w+", errors="replace") as printed:

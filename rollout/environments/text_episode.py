@@ -44,7 +44,7 @@ class TextEpisode:
     """One episode. Subclasses implement ``open``, ``play`` and ``close``.
 
     The reward's parts are ``episode_return`` (the sum of its rewards) and ``success`` (1 if that is at least
-    ``success_return``).
+    ``success_return``; for a ``success_return`` of 0 or less, once the environment has ended the episode).
     """
 
     admissible: Sequence[str] | None = None  # all actions, for prompts that show them
@@ -73,7 +73,11 @@ class TextEpisode:
     async def _act(self, request: ToolRequest) -> ToolResult:
         if why := refusal(request, self._enabled, ENDED if self._over else None):
             return ToolResult(why, CallOutcome.REFUSED, detail=why)
-        played = await self.play(request.arguments["action"].strip())
+        chosen = request.arguments.get("action")
+        if not isinstance(chosen, (str, int)) or isinstance(chosen, bool):
+            why = f"An action is a text; found {chosen!r}."
+            return ToolResult(why, CallOutcome.ERROR, detail=why, info=self._info())
+        played = await self.play(str(chosen).strip())
         if isinstance(played, str):
             return ToolResult(played, CallOutcome.ERROR, detail=played, info=self._info())
         self._reward += played.reward
@@ -85,7 +89,9 @@ class TextEpisode:
         return {} if self.admissible is None else {"admissible": list(self.admissible)}
 
     def _measures(self) -> dict[str, float]:
-        return {"success": float(self._return >= self._success_return), "episode_return": self._return}
+        # Where steps cost, only an end is a success: before it, doing nothing has the highest return.
+        reached = self._return >= self._success_return and (self._over or self._success_return > 0)
+        return {"success": float(reached), "episode_return": self._return}
 
 
 def reset_arguments(task: Task) -> dict[str, Any]:

@@ -97,16 +97,18 @@ class CommandProgram:
 
     async def run(self, task: Task, model: Model) -> ProgramResult:
         async with self._slots.get():
-            folder = Path(tempfile.mkdtemp(prefix="rollout-"))
+            # The task's file, with its gold answers, is not where a coding agent looks around.
+            folder, told = (Path(tempfile.mkdtemp(prefix=f"{name}-")) for name in ("rollout", "task"))
             try:
-                return await self._run(folder, task, model)
+                return await self._run(folder, task_variables(told, task), model)
             finally:
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+                for one in (folder, told):
+                    await asyncio.shield(asyncio.to_thread(shutil.rmtree, one, ignore_errors=True))
 
     async def close(self) -> None:
         self._slots.drop()
 
-    async def _run(self, folder: Path, task: Task, model: Model) -> ProgramResult:
+    async def _run(self, folder: Path, task: Mapping[str, str], model: Model) -> ProgramResult:
         mark = uuid.uuid4().hex
         limit = ["sh", "-c", f'ulimit -v {self.memory_mb * 1024}; exec "$@"', "sh"] if self.memory_mb else []
         process = await asyncio.create_subprocess_exec(
@@ -138,7 +140,7 @@ class CommandProgram:
         said, errors = await asyncio.gather(*reading)
         return self._read_result(process.returncode or 0, said, errors)
 
-    def _variables(self, folder: Path, task: Task, model: Model) -> dict[str, str]:
+    def _variables(self, folder: Path, task: Mapping[str, str], model: Model) -> dict[str, str]:
         kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
         own = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": self._path, "PYTHONUNBUFFERED": "1"}
         reached = {
@@ -149,7 +151,7 @@ class CommandProgram:
             "ANTHROPIC_API_KEY": model.api_key,
             "ANTHROPIC_MODEL": model.name,
         }
-        return kept | own | self.environment | task_variables(folder, task) | reached
+        return {**kept, **own, **self.environment, **task, **reached}
 
     async def _read(self, process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
         """Return what the command prints. Kills it once that is too much."""

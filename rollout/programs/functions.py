@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from common.async_calls import PerLoop
+from common.async_calls import PerLoop, holdable
 from common.ranges import FiniteFloat, PositiveFloat, PositiveInt
 from rollout.programs.base import Model, ProgramError, ProgramResult
 from rollout.tools.base import OwnFault, own_faults
@@ -78,10 +78,8 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[
         result, error = None, None
         try:
             result = function(*arguments)
-        except StopIteration as stop:  # a future cannot hold it
-            error = RuntimeError(f"StopIteration: {stop}")
         except BaseException as raised:
-            error = raised
+            error = holdable(raised)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 

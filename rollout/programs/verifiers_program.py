@@ -155,12 +155,14 @@ class VerifiersProgram:
 
     async def run(self, task: Task, model: Model) -> ProgramResult:
         if not isinstance(task.metadata.get(INDEX), int):
-            raise ProgramError(f"{task.id} has no metadata.{INDEX}; expected a task of the stage VerifiersTasks")
+            raise InfrastructureError(f"{task.id} has no metadata.{INDEX}; expected a task of the stage VerifiersTasks")
         async with self._slots.get(), asyncio.timeout(self.timeout_s):
             worker = await self._worker()
             asked = {"index": task.metadata[INDEX], "question": task.question}
             reached = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
             answer = await worker.ask(ask="play", **asked, **reached)
+        if "broken" in answer:  # not the model's fault
+            raise InfrastructureError(f"verifiers: {one_line(answer['broken'])}")
         if "error" in answer:
             raise ProgramError(one_line(answer["error"]))
         try:

@@ -56,7 +56,7 @@ class Environment:
         task = self.tasks(ask["index"] + 1)[-1]
         if task.data.prompt_text != ask["question"]:
             return {
-                "error": f"task {ask['index']} of the taskset is now another; run the stage of VerifiersTasks again"
+                "broken": f"task {ask['index']} of the taskset is now another; run the stage of VerifiersTasks again"
             }
         return await play(self.env, task, ask)
 
@@ -68,8 +68,8 @@ async def main(environment: Environment, out: Any) -> None:
         ask = json.loads(line)
         try:
             said = await environment.answer(ask)
-        except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:  # verifiers returns those of an episode
+            said = {"broken": f"{type(error).__name__}: {error}"}
         out.write(json.dumps({"id": ask["id"], **said}) + "\n")
         out.flush()
 

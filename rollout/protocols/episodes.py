@@ -32,10 +32,10 @@ PAGE_BREAK = " [SEP] "
 class EpisodeProtocol(TextProtocol):
     """Writes prompts and reads actions for environments that list admissible actions and describe results.
 
-    A turn's action is the text between its first ``<action>`` and the first ``</action>``, in lower case. As in the
-    released code, a turn without them acts with its last characters, and is not well-formed. Neither is a turn without
-    ``<think>`` and ``</think>`` (if thinking is required) or with Chinese characters. The environment decides whether
-    an action is admissible.
+    A turn's action is the text between its first ``<action>`` and the first ``</action>``, by default in lower case. As
+    in the released code, a turn without them acts with its last characters, and is not well-formed. Neither is a turn
+    without ``<think>`` and ``</think>`` (if thinking is required) or with Chinese characters. The environment decides
+    whether an action is admissible.
 
     In one conversation, an observation longer than ``max_observation_tokens`` loses its middle, never the list of
     actions, so leave room for both.
@@ -51,6 +51,7 @@ class EpisodeProtocol(TextProtocol):
         fallback_characters: characters of a turn without an action that are sent as one (published: 30 household, 20
             shopping).
         thinking: passed to the chat template as ``enable_thinking``; by default the template decides.
+        lower: turn a turn's text to lower case (published). false for environments whose actions have capitals.
 
     Raises:
         ValueError: no chat template, or one that cannot be cut exactly; wrong texts.
@@ -68,8 +69,10 @@ class EpisodeProtocol(TextProtocol):
         require_thinking: bool = True,
         fallback_characters: PositiveInt = 30,
         thinking: bool | None = None,
+        lower: bool = True,
     ) -> None:
         super().__init__(tokenizer, eos_ends=False)
+        self.lower = lower
         self.texts = read_texts(texts)
         self.form: Form = form or (FORMS[texts] if isinstance(texts, str) else "brackets")
         self.window, self.require_thinking = window, require_thinking
@@ -173,7 +176,8 @@ class EpisodeProtocol(TextProtocol):
     def parse(self, text: str, mode: PromptMode = PromptMode.AGENT) -> Action:
         """Return the action of one turn's text, always a CALL; see the class."""
         said, ended = self.chat.without_end(text)
-        said = (self.chat.opened + said).lower()
+        said = self.chat.opened + said
+        said = said.lower() if self.lower else said
         opening, closing = ACTION
         start, stop = said.find(opening), said.find(closing)
         found = 0 <= start < stop

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from typing import Any, Protocol, cast, runtime_checkable
 
+from common.async_calls import holdable
 from rollout.trajectory import Reward, Trajectory, finite_number, scored_by
 
 THREADS = min(32, (os.cpu_count() or 1) + 4)  # that score at once, as in a loop's executor
@@ -104,6 +105,6 @@ def _resolve(future: asyncio.Future[Any], outcome: Any) -> None:
     if future.done():  # cancelled
         return
     if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
+        future.set_exception(holdable(outcome))
     else:
         future.set_result(outcome)

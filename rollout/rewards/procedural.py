@@ -43,20 +43,27 @@ class ReasoningGymReward:
             raise ValueError(f"{task.id} has no metadata.{KEY}; expected a task of the stage ReasoningGymTasks")
         value = 0.0
         if answer is not None and len(answer) <= MAX_CHARACTERS:
-            value = _remembered(json.dumps(task.metadata[KEY], sort_keys=True), answer, self.timeout_s)
+            value = _value(json.dumps(task.metadata[KEY], sort_keys=True), answer, self.timeout_s)
         return Reward(value, {"acc": float(value >= 1.0), "score": value, "answered": float(answer is not None)})
 
 
-@lru_cache(maxsize=4096)  # the trajectories of a group repeat answers
-def _remembered(item: str, answer: str, timeout_s: float) -> float:
+def _value(item: str, answer: str, timeout_s: float) -> float:
     try:
-        value, fault = _PROCESSES.call(item, answer, timeout_s=timeout_s)
+        value, fault = _remembered(item, answer, timeout_s)
     except (DeadlineExceeded, WorkerDied) as error:
         value, fault = 0.0, str(error)
     if fault:
         name = json.loads(item)["dataset"]
         logger.warning("the scorer of %s failed on %.60r, which scores 0: %s", name, answer, fault)
     return value
+
+
+@lru_cache(maxsize=4096)  # the trajectories of a group repeat answers; on a busy machine a second try may be in time
+def _remembered(item: str, answer: str, timeout_s: float) -> tuple[float, str]:
+    try:
+        return _PROCESSES.call(item, answer, timeout_s=timeout_s)
+    except WorkerDied:  # perhaps the system ran out of memory
+        return _PROCESSES.call(item, answer, timeout_s=timeout_s)
 
 
 def score_answer(item: str, answer: str) -> tuple[float, str]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -322,6 +323,23 @@ def test_vectors_made_elsewhere_are_taken_over(facts, flat, config, corpus, tmp_
         BuildIndex(str(facts), "dense_fp16", config, vectors=str(sq8)).run(tmp_path / "f")
     monkeypatch.setattr(sizes, "available_memory", lambda: 0)
     BuildIndex(str(facts), "dense_sq8", config, vectors=str(sq8)).run(tmp_path / "g")  # a link takes no memory
+
+
+def test_other_vectors_under_the_same_path_are_read(facts, flat, config, tmp_path):
+    vectors = tmp_path / "vectors.index"
+    shutil.copyfile(flat / "faiss.index", vectors)
+    build = BuildIndex(str(facts), "dense_flat", config, vectors=str(vectors))
+    index = Path(build.run(tmp_path / "a")["index"])
+    first = (index / "faiss.index").stat().st_ino
+    build.run(tmp_path / "a")
+    assert (index / "faiss.index").stat().st_ino == first, "kept"
+    rows = read_index(vectors).reconstruct_n(0, 48)[::-1].copy()
+    other = faiss.IndexFlatIP(384)
+    other.add(rows)
+    faiss.write_index(other, str(tmp_path / "new.index"))
+    (tmp_path / "new.index").replace(vectors)
+    build.run(tmp_path / "a")
+    np.testing.assert_array_equal(read_index(index / "faiss.index").reconstruct_n(0, 48), rows)
 
 
 @pytest.mark.slow

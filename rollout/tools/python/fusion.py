@@ -47,6 +47,7 @@ class SandboxFusion:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f'SandboxFusion: expected a url "http://host:port"; found {url!r}')
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
+        self.concurrency = max_connections  # further programs wait before their time begins
         self.timeout_s, self.grace_s, self.max_output = timeout_s, grace_s, max_output
         self._memory = {} if memory_mb is None else {"memory_limit_MB": memory_mb}
         self._driver = DRIVER.read_text()

@@ -71,6 +71,53 @@ def test_a_word_that_is_no_action_changes_nothing():
     assert right.results[0].text == "4"
 
 
+class Cliff(gymnasium.Env):
+    """Each step costs 1; ends at the second. ``reset`` reads a generator that may be at its end."""
+
+    action_space, observation_space = gymnasium.spaces.Discrete(1), Text(20)
+    starts = iter([])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return next(self.starts) if options else "edge", {}
+
+    def step(self, action):
+        self.steps += 1
+        return "edge", -1.0, self.steps == 2, False, {}
+
+
+gymnasium.register("CompactAgentsCliff-v0", Cliff, disable_env_checker=True)
+
+
+def test_where_steps_cost_doing_nothing_is_no_success():
+    factory = GymnasiumText("CompactAgentsCliff-v0", actions=["go"], success_return=-2.0)
+    first, steps = play(factory, "sit", "sit", "go", "go")
+    assert first.measures == steps[1].measures == {"success": 0.0, "episode_return": 0.0}
+    assert [step.measures["success"] for step in steps] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_an_end_of_iteration_in_an_environment_is_an_error_and_no_endless_wait():
+    factory = GymnasiumText("CompactAgentsCliff-v0", actions=["go"])
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        play(factory, "go", metadata={"options": {"at": 1}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome"),
+    [({}, CallOutcome.ERROR), ({"action": ["down"]}, CallOutcome.ERROR), ({"action": 1}, CallOutcome.OK)],
+)
+def test_a_call_with_wrong_arguments_is_the_models(arguments, outcome):
+    async def run():
+        environment = GymnasiumText("FrozenLake-v1", options={"is_slippery": False})(Task("a", "q", (), "d"))
+        await environment.reset()
+        step = await environment.step(Action(ActionKind.CALL, (ToolRequest("act", arguments),)))
+        await environment.close()
+        return step
+
+    assert asyncio.run(run()).results[0].outcome is outcome
+
+
 def test_after_the_end_and_for_other_tools_it_refuses():
     _, steps = play(GymnasiumText(**LAKE), "right", "down", "left")  # a hole
     assert steps[1].done and steps[2].results[0].outcome is CallOutcome.REFUSED and steps[2].reward == 0.0

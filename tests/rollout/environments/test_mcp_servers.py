@@ -213,11 +213,13 @@ def test_over_http(tools):
 
 
 class WebServer:
-    """A server of one tool over HTTP, whose ``status`` and ``session`` a test sets."""
+    """A server of one tool over HTTP, whose ``status`` and ``session`` a test sets. ``silent``: it answers nothing."""
 
-    status, session = 200, "first"
+    status, session, silent = 200, "first", False
 
     async def answer(self, request):
+        if self.silent:
+            await asyncio.Event().wait()
         if request.method != "POST":
             return web.Response(status=405)
         asked = await request.json()
@@ -269,6 +271,36 @@ def test_a_server_that_fails_or_forgets_the_session_is_asked_again_in_a_new_one(
 
     found = asyncio.run(run())
     assert [result.outcome for result in found] == [CallOutcome.OK, CallOutcome.INFRASTRUCTURE, *[CallOutcome.OK] * 2]
+
+
+def test_a_server_that_falls_silent_costs_a_call_and_not_the_run(tmp_path, monkeypatch):
+    """Neither the call nor the end of the session is answered."""
+    monkeypatch.setattr("rollout.environments.mcp_servers.END_S", 0.2)
+    said = WebServer()
+
+    async def run():
+        app = web.Application()
+        app.router.add_route("*", "/mcp", said.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.SockSite(runner, listener := socket.create_server(("127.0.0.1", 0)))
+        await site.start()
+        servers = {"notes": MCPServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")}
+        write_atomically(tmp_path / "tools.json", json.dumps(await all_tools(servers)))
+        limits = ToolLimits(retries=0, timeout_s=0.5)
+        factory = MCPTools(servers, str(tmp_path / "tools.json"), limits=limits)
+        environment = factory(question())
+        await environment.reset()
+        found = await results(environment, call("add"))
+        said.silent = True
+        found += await results(environment, call("add"))
+        await environment.close()
+        await factory.close()
+        await runner.cleanup()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [result.outcome for result in found] == [CallOutcome.OK, CallOutcome.INFRASTRUCTURE]
 
 
 def test_calls_of_one_turn_reach_an_own_server_one_after_the_other():

@@ -61,6 +61,11 @@ def test_openais_client_reads_the_environment(protocol, tmp_path):
     assert trajectory.reward is not None and trajectory.reward.total == 1.0, trajectory
 
 
+def test_gold_answers_are_not_where_a_coding_agent_looks(protocol):
+    trajectory = play(system_of(protocol, YES, sh('test -s "$TASK_FILE" && echo "files: $(ls -A)"')))
+    assert trajectory.answer == "files:"
+
+
 @pytest.mark.parametrize(
     "line, reward, answer",
     [("0.5", 0.5, None), ("true", 1.0, None), ('{"answer": "a b"}', None, "a b"), ("null", None, None),

@@ -38,7 +38,7 @@ def test_its_harness_plays_rollouts_through_the_endpoint(protocol, tmp_path, cap
     other = Task(third.id, "Spell this word backward (example: sun -> nus): zzz", (), "d", metadata=third.metadata)
     unknown = Task("u", "q", (), "d")
     engine = Sampler(protocol, say)
-    system = system_of(protocol, engine, VerifiersProgram(**WORDS))
+    system = system_of(protocol, engine, VerifiersProgram(**WORDS, failure_reward=0.0))
     try:
         found = system.rollout([first, second, other, unknown], sampling=SAMPLING, seed=1)
     finally:
@@ -49,7 +49,7 @@ def test_its_harness_plays_rollouts_through_the_endpoint(protocol, tmp_path, cap
     assert right.response_ids == dict(engine.sampled)[right.prompt_ids], "the sampled ids, never encoded again"
     assert first.question in protocol.decode(right.prompt_ids)
     assert wrong.reward.total == 0.0 and wrong.stop_reason is StopReason.PROGRAM_DONE
-    assert changed.stop_reason is foreign.stop_reason is StopReason.UNSCORED
+    assert changed.stop_reason is foreign.stop_reason is StopReason.INFRASTRUCTURE, "the model has done nothing wrong"
     assert "run the stage of VerifiersTasks again" in caplog.text and "u has no metadata.verifiers_index" in caplog.text
     assert not children_named("verifiers_worker.py")
 

@@ -37,6 +37,13 @@ def protocol(folder):
     return EpisodeProtocol(folder, "household")
 
 
+def test_actions_keep_their_capitals_where_an_environment_has_some(folder):
+    text = "<think>Up.</think><action> Go UP </action>"
+    for lower, action in ((True, "go up"), (False, "Go UP")):
+        parsed = EpisodeProtocol(folder, "household", lower=lower).parse(text)
+        assert parsed.calls[0].arguments == {"action": action} and parsed.well_formed
+
+
 class House:
     """Echoes actions; over after the third."""
 

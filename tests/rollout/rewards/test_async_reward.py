@@ -95,6 +95,15 @@ def test_they_are_awaited_in_the_loop_many_at_once(make_system):
     assert reward.thread == "rollout"
 
 
+def test_an_end_of_iteration_in_a_reward_ends_the_rollout(make_system):
+    class Searching:
+        def score(self, trajectory):
+            return next(iter(()))
+
+    with pytest.raises(Exception, match="StopIteration"):  # a future cannot hold it: the rollout would wait for ever
+        make_system(Searching()).rollout(TASKS[:1], sampling=SAMPLING, seed=0)
+
+
 def test_start_and_end(make_system):
     order = []
     system = make_system(Waiting(order=order), order)

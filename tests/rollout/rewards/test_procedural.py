@@ -1,6 +1,7 @@
 """reasoning-gym: its tasks, and its scorers in processes of their own."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import reasoning_gym
@@ -9,6 +10,7 @@ from reasoning_gym.factory import DATASETS
 from data_modules.datasets.questions import load_tasks
 from data_modules.datasets.reasoning_gym_tasks import ReasoningGymTasks
 from rollout.rewards import procedural
+from rollout.rewards.deadline import DeadlineExceeded, WorkerDied
 from rollout.rewards.procedural import KEY, ReasoningGymReward, score_answer
 from rollout.trajectory import StopReason, Task, Trajectory
 
@@ -46,6 +48,24 @@ def test_splits_have_no_question_in_common_and_keep_the_items(tmp_path):
 def test_unknown_data_sets_and_options_are_refused(datasets):
     with pytest.raises(ValueError, match="reasoning-gym makes no data set chain_sum"):
         ReasoningGymTasks(datasets)
+
+
+def test_a_deadline_missed_once_is_no_verdict(monkeypatch):
+    asked, said = [], iter([DeadlineExceeded("late"), WorkerDied("killed"), (1.0, "")])
+
+    def call(*arguments, timeout_s):
+        asked.append(arguments)
+        found = next(said)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(procedural, "_PROCESSES", SimpleNamespace(call=call))
+    procedural._remembered.cache_clear()
+    trajectory = answered("12", {KEY: item("chain_sum", 99)})
+    assert [ReasoningGymReward().score(trajectory).total for _ in range(3)] == [0.0, 1.0, 1.0]
+    assert len(asked) == 3, "late; killed and tried again; remembered"
+    procedural._remembered.cache_clear()
 
 
 @pytest.mark.slow
