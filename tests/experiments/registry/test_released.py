@@ -30,7 +30,7 @@ def released_differences(name):
 @pytest.mark.slow
 def test_every_experiment_as_released_differs_and_has_the_published_number():
     """It stands on stages as released; a plain one with the number would be held against what it does not reproduce."""
-    assert len(SHIPPED) == 117
+    assert len(SHIPPED) == 122
     for name in SHIPPED:
         plain, released = load(name.removesuffix(SUFFIX), Project()), load(name, Project())
         about, twin = plain["experiment"], released["experiment"]
@@ -40,6 +40,28 @@ def test_every_experiment_as_released_differs_and_has_the_published_number():
         both = (plain_of(plain, "plain", []), plain_of(released, "plain", stages))
         assert not [stage for stage in stages if stage + SUFFIX in SHIPPED], name
         assert differences(*both), name
+
+
+def asked_and_judged(name):
+    """How the questions of a test are asked and judged."""
+    data = resolve(load(name, Project()), lambda stage: stage)["data"]["init_args"]
+    rollouts = data["rollouts"]["init_args"]
+    asked = ("eval_sampling", "attempts", "test_files", "prompts", "lcb_examples", "max_test", "max_eval_prompt_tokens")
+    played = ("protocol", "environment", "reward", "max_turns", "max_response_tokens", "test_limits")
+    return {key: data.get(key) for key in asked} | {key: rollouts.get(key) for key in played}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dgpo_qwen2.5_0.5b", "dgpo_qwen2.5_0.5b_as_released", "sod_qwen3_0.6b_as_released", "aepo_qwen2.5_7b",
+        "arpo_qwen2.5_7b_as_released", "sdar_qwen2.5_3b_search_as_released",
+    ],
+)  # fmt: skip
+def test_the_rows_of_a_table_are_tested_alike(name):
+    about = load(name, Project())["experiment"]
+    for other in (*about["compare"], *about.get("ablations", ())):
+        assert asked_and_judged(other) == asked_and_judged(name), other
 
 
 def test_no_reward_for_calls_in_a_group_of_wrong_answers():

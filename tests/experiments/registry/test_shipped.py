@@ -193,7 +193,7 @@ def test_arpos_runs_have_the_values_of_the_specification(algorithm, model, shipp
     assert learner["policy"].split("/")[-3] == f"sft_arpo_{model}"
     assert (data["group_size"], data["prompts_per_iteration"]) == (samples, prompts)
     rollouts = data["rollouts"]["init_args"]
-    assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (6 if algorithm == "aepo" else calls, tokens)
+    assert (rollouts["max_turns"], rollouts["max_response_tokens"]) == (calls, tokens)
     sampler = rollouts.get("sampler")
     if algorithm == "grpo":
         assert sampler is None
