@@ -23,6 +23,7 @@ class Splits:
         val: share of the different questions, below 1; at least one question if above 0.
         test: the same for the test; the rest is for training.
         seed: of the draw.
+        tested: the part that a test asks. ``make preconditions`` sets "train", so that its gates see no test question.
 
     Raises:
         ValueError: shares that leave nothing to train on.
@@ -31,6 +32,7 @@ class Splits:
     val: BelowOne = 0.1
     test: BelowOne = 0.1
     seed: NonNegativeInt = 0
+    tested: Part = "test"
 
     def __post_init__(self) -> None:
         if self.val + self.test >= 1:
@@ -39,7 +41,7 @@ class Splits:
             )
 
     def part(self, tasks: Sequence[Task], part: Part) -> list[Task]:
-        """Return the tasks of one part ("train", "val" or "test"), in order. Raises DatasetError if there are too few
+        """Return the tasks for training, validation or test, in order. Raises DatasetError if there are too few
         questions to split.
         """
         # By text, so that of two whose derived seeds were alike none would be lost.
@@ -51,5 +53,5 @@ class Splits:
                 "nothing to train on; give more, or separate files and splits: null"
             )
         chosen = {"test": different[:test], "val": different[test : test + val], "train": different[test + val :]}
-        wanted = set(chosen[part])
+        wanted = set(chosen[self.tested if part == "test" else part])
         return [task for task in tasks if task.question in wanted]

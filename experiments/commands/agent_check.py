@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.commands.ask import asked_task, first_task, start
 from experiments.commands.command import command, counted, make_graph, option
-from experiments.commands.models import find_model, rollouts_of
+from experiments.commands.models import find_model, is_model_folder, rollouts_of
 from experiments.launch import runner
 from experiments.registry.errors import ExperimentError
 from experiments.registry.files import Config, data_arguments
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @command(
     "agent-check",
     "run an agent program once and show its requests, rows and tokens",
-    option("--checkpoint", help="a .ckpt or model folder; default: the model that training starts from"),
+    option("--checkpoint", help="a model folder; default: the model that training starts from"),
     option("--question", help="default: the first task of the experiment's question files"),
 )
 def agent_check(args: argparse.Namespace, context: RunContext) -> None:
@@ -49,16 +50,20 @@ def agent_check(args: argparse.Namespace, context: RunContext) -> None:
         policy = config["model"]["init_args"]["policy"] if config.get("model") else None
     else:
         policy = str(find_model(context, args.checkpoint))
+        if not is_model_folder(Path(policy)):
+            folder = context.command("export", CKPT=args.checkpoint, TO="folder")
+            raise ExperimentError(f"CKPT={args.checkpoint} is no model folder; make one of it first: {folder}")
+        runner.require_unaltered(Path(policy))
     if policy is not None:  # an expert's engine has no model
         rollouts["init_args"]["engine"]["init_args"]["model"] = policy
     task = asked_task(args.question, None) if args.question else task_to_play(config)
     with refusals("rollouts"):
+        sampling = Decoding(**(data_arguments(config).get("train_sampling") or {})).params
         system = instantiate(rollouts, "rollouts")
     print(f"task {task.id}: {task.question}\nloading {policy or 'the engine'} ...", flush=True)
     try:
         start(system)
-        given = data_arguments(config).get("train_sampling") or {}
-        [trajectory] = system.rollout([task], n=1, sampling=Decoding(**given).params, seed=context.seed or 0)
+        [trajectory] = system.rollout([task], n=1, sampling=sampling, seed=context.seed or 0)
         print("\n".join(described(system.agent_loop.reports[-1], trajectory, system.failures)))
     finally:
         system.close()

@@ -66,10 +66,11 @@ def ask(args: argparse.Namespace, context: RunContext) -> None:
         system = instantiate(rollouts, "rollouts")
     system.sampler = WatchedSampler(console, system.protocol)
     example = example_task(config) if shows_task_prompts(system.protocol) else None
+    task = asked_task(question, example) if question is not None else None
     try:
         start(system)
-        if question is not None:
-            answer(system, console, asked_task(question, example), sampling, context.seed or 0)
+        if task is not None:
+            answer(system, console, task, sampling, context.seed or 0)
             return
         while text := console.input("\n[bold]question[/bold] (empty to end): ").strip():
             answer(system, console, asked_task(text, example), sampling, context.seed or 0)

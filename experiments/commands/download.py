@@ -14,7 +14,7 @@ from typing import IO
 from experiments.commands.command import COMPARE, command, make_graph, unique_needs
 from experiments.registry.errors import ExperimentError
 from experiments.stages.context import RunContext
-from experiments.stages.graph import Need
+from experiments.stages.graph import Need, unfinished
 
 
 @command(
@@ -51,15 +51,22 @@ def download(args: argparse.Namespace, context: RunContext) -> None:
 
 def _fetch(need: Need, hub: str, root: Path) -> str | None:
     """Download one file or folder that the experiment needs. Return an error message, or None on success."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    import httpx2  # of huggingface_hub
+    from huggingface_hub import HfApi, snapshot_download
 
     target = root / need.path
-    folder = target if not need.files else target.parent
+    one = need.assemble or target.name in need.files
+    folder = target.parent if one else target
+    mark = unfinished(target)
     try:
-        snapshot_download(hub, repo_type=need.repo_type, local_dir=folder, allow_patterns=list(need.files) or None)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        return str(error).splitlines()[0]
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        # Without the hub's answer snapshot_download would return a folder that has any file.
+        commit = HfApi().repo_info(hub, repo_type=need.repo_type, revision="main").sha
+        wanted = list(need.files) or None
+        snapshot_download(hub, repo_type=need.repo_type, revision=commit, local_dir=folder, allow_patterns=wanted)
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:
+        return (str(error) or type(error).__name__).splitlines()[0]
     if need.assemble:
         parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
         print(f"          joining {len(parts)} files into {need.path}", flush=True)
@@ -69,6 +76,7 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
             return f"joining {', '.join(part.name for part in parts)}: {error}"
         for part in parts:  # wiki-18's vectors would take 65 GB twice
             part.unlink()
+    mark.unlink()
     return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
 
 

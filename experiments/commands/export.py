@@ -7,6 +7,8 @@ import importlib.metadata
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from experiments.stages.store import StageFolder
 
 HUB = "hub:"
 PROVENANCE = "provenance.yaml"
+EXPORTED = ("*.safetensors", "*.safetensors.index.json", "adapter/*", "*.jinja")  # all that an export may leave out
 OWN = ("last", "best")  # checkpoints of the experiment's stage
 WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or DeepSpeed folder) or a model folder"
 
@@ -54,10 +57,12 @@ def export(args: argparse.Namespace, context: RunContext) -> None:
         print(f"exported {context.project.relative(path.absolute())} to {target}, which transformers and vLLM load")
     else:
         repository = hub_repository(args.to)
+        find_weights(make_graph(context).target(), context, args.checkpoint, args.trust)
+        make_repository(repository, private=not args.public)
         with tempfile.TemporaryDirectory(dir=context.project.root) as folder:
             target = Path(folder) / "model"
             _, serve = export_folder(args, context, target, repository)
-            upload(repository, target, private=not args.public)
+            upload(repository, target)
         print(f"uploaded to {repository} ({'public' if args.public else 'private'})")
     print(f"  to serve it: {serve}")
 
@@ -82,19 +87,36 @@ def hub_repository(to: str) -> str:
     return repository
 
 
-def upload(repository: str, folder: Path, private: bool) -> None:
-    """Upload an exported folder to the hub, and make the repository if needed. Raises ExperimentError if that fails."""
+def make_repository(repository: str, private: bool) -> None:
+    """Make the repository on the hub, unless it is there: a token that may not write is known before the export."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    api, message = HfApi(), f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
+    with hub_faults(f"--to {HUB}{repository}: the hub does not take it"):
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+
+
+def upload(repository: str, folder: Path) -> None:
+    """Upload an exported folder to the hub. Files of an earlier export that would be loaded with it are deleted."""
+    from huggingface_hub import HfApi
+
+    message = f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
+    with hub_faults(f"--to {HUB}{repository}: the upload failed"):
+        HfApi().upload_folder(
+            repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE],
+            delete_patterns=list(EXPORTED),
+        )  # fmt: skip
+
+
+@contextmanager
+def hub_faults(what: str) -> Iterator[None]:
+    """Context manager that raises a refusal of the hub, or a lost connection, as ExperimentError."""
+    import httpx2  # of huggingface_hub
+
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE])
-    except (HfHubHTTPError, OSError) as error:
+        yield
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:
         said = getattr(error, "server_message", None)
-        reason = f"{short(error)}{f': {said}' if said else ''}"
-        raise ExperimentError(f"--to {HUB}{repository}: the upload failed: {reason}") from None
+        raise ExperimentError(f"{what}: {short(error)}{f': {said}' if said else ''}") from None
 
 
 def export_folder(args: argparse.Namespace, context: RunContext, target: Path, called: str) -> tuple[Path, str]:
@@ -103,7 +125,7 @@ def export_folder(args: argparse.Namespace, context: RunContext, target: Path, c
     Args:
         called: the folder's path, or the hub's repository, in that command and in the model card.
     """
-    from callbacks.model_export.serving import serve_command
+    from callbacks.model_export.serving import TEMPLATE, serve_command
 
     stage = make_graph(context).target()
     context = named(context, "export", CKPT=args.checkpoint, TRUST=1 if args.trust else None, DTYPE=args.dtype)
@@ -123,13 +145,16 @@ def export_folder(args: argparse.Namespace, context: RunContext, target: Path, c
     origin |= {"dtype": args.dtype} | result
     write_atomically(target / PROVENANCE, yaml.safe_dump(origin, sort_keys=False))
     config = yaml.safe_load((folder / "config.yaml").read_text()) if folder else stage.config
-    flags = flags_of(config, target, called)
-    card = card_of(path, folder, config, result, args.dtype, serve_command(called, flags))
+    on_hub = (args.to or "").startswith(HUB)
+    flags = flags_of(config, target, "." if on_hub else called)
+    # vLLM reads a template from a local path alone, also for a model on the hub.
+    fetch = f"hf download {called} {TEMPLATE} --local-dir . && " if on_hub and "--chat-template" in flags else ""
+    card = card_of(path, folder, config, result, args.dtype, fetch + serve_command(called, flags))
     write_atomically(target / "README.md", card)
     program = context.project.relative(Path(sys.executable).with_name("vllm"))
     if "cpu" in importlib.metadata.version("vllm"):  # its defaults compile, and need 92 % of the host's memory
         flags += ["--enforce-eager", "--gpu-memory-utilization", "0.5"]
-    return path, serve_command(called, flags, program)
+    return path, fetch + serve_command(called, flags, program)
 
 
 def find_weights(stage: Stage, context: RunContext, checkpoint: str | None, trust: bool) -> Path:

@@ -64,6 +64,7 @@ def require_gates(
     """
     target = graph.target()
     measured(target, questions)  # refuses experiments without gates before any stage runs
+    require_folders(target, graph.project.root)
     runner.make(graph, replace(context, compare=False), without_target=True)
     from experiments.reports.preconditions import gates_table
 
@@ -90,6 +91,17 @@ def require_gates(
             1,
         )
     return gates
+
+
+def require_folders(target: Stage, root: Path) -> None:
+    """Raise ExperimentError if the policy or the teacher is the name of a model on the hub: the gates read folders."""
+    arguments = target.config["model"]["init_args"]
+    for name, model in (("policy", str(arguments["policy"])), ("teacher", find_teacher(target))):
+        if model is not None and not model.startswith("/") and model.count("/") == 1 and not (root / model).exists():
+            raise ExperimentError(
+                f"'{target.name}': {name} is {model}, a name on the hub, and gates need a folder; fetch it, and name "
+                f"the folder: hf download {model} --local-dir models/{model}"
+            )
 
 
 def measure(graph: Graph, context: RunContext, questions: int) -> list[Gate]:
@@ -195,6 +207,8 @@ def measured(target: Stage, questions: int) -> tuple[Config, int]:
         "eval_sampling": data.get("train_sampling") or {"temperature": 1.0},
         "max_eval_prompt_tokens": data.get("max_prompt_tokens"),
     }  # fmt: skip
+    if data.get("splits"):
+        data["splits"] = {**data["splits"], "tested": "train"}
     rollouts_of(config)["init_args"].pop("test_limits", None)
     if sampler is not None:  # record dH as the sampler computes it
         rollouts_of(config)["init_args"]["entropy_tokens"] = sampler.get("first_tokens", 20)

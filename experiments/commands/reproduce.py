@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.commands.command import command, make_graph, named, numbers, option
@@ -39,18 +41,14 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(f"--ablation-seeds: found {extra}, which are not in --seeds {seeds}; take a part of them")
     rows: list[dict[str, Any]] = []
     about = make_graph(context).target().config["experiment"]
+    runs = list(planned(context, about, seeds, ablation_seeds))
+    require_possible(runs)
     gates = {}
     for seed in seeds if about.get("preconditions") else ():
         seeded = dataclasses.replace(context, seed=seed)
         gates[seed] = require_gates(make_graph(seeded), seeded, args.allow, shown=shown)
-    for seed in seeds:
-        seeded = dataclasses.replace(context, seed=seed)
-        rows += make_rows(seeded)
-        block = make_graph(seeded).target().config["experiment"]
-        ablations = (block.get("ablations") or []) if seed in ablation_seeds else []
-        once = (block.get("ablations_once") or []) if seed == seeds[0] else []
-        for name in [*ablations, *once]:
-            rows += make_rows(dataclasses.replace(seeded, target=name))
+    for one in runs:
+        rows += make_rows(one)
     from experiments.reports.preconditions import gates_of_seeds
     from experiments.reports.report import write_results  # imported late: torch would take memory for hours
     from experiments.reports.results_page import notes_of
@@ -64,6 +62,39 @@ def reproduce(args: argparse.Namespace, context: RunContext) -> None:
     }
     for path in write_results(context.target, rows, results, shown.command(), **chosen, **texts):
         print(f"  written {context.project.relative(path)}")
+
+
+def planned(
+    context: RunContext, about: Mapping[str, Any], seeds: Sequence[int], ablation_seeds: Sequence[int]
+) -> Iterator[RunContext]:
+    """Yield a context for the experiment and for each ablation, by seed."""
+    for seed in seeds:
+        ablations = (about.get("ablations") or []) if seed in ablation_seeds else []
+        once = (about.get("ablations_once") or []) if seed == seeds[0] else []
+        for name in (context.target, *ablations, *once):
+            yield dataclasses.replace(context, seed=seed, target=name)
+
+
+def require_possible(runs: Sequence[RunContext]) -> None:
+    """Check all runs before the first one trains.
+
+    Raises:
+        ExperimentError: overrides that an ablation does not know, or that reach an experiment as an ablation but not
+            where others are compared with it (a table would mix the two), or a missing input.
+    """
+    folders: dict[tuple[str, int], Path] = {}
+    stages: dict[Path, Stage] = {}
+    for context in runs:
+        graph = make_graph(context)
+        for stage in graph.plan(compare=True):
+            stages[stage.folder] = stage
+            if folders.setdefault((stage.name, stage.config["seed_everything"]), stage.folder) != stage.folder:
+                raise ExperimentError(
+                    f"overrides reach '{stage.name}' as an experiment or ablation of its own, but not where "
+                    f"'{context.target}' is compared with it, so that the table would mix two settings; write the "
+                    "options into experiments of your own (docs/concepts.md)"
+                )
+    runner.require_needs(list(stages.values()))
 
 
 def make_rows(context: RunContext) -> list[dict[str, Any]]:

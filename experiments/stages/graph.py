@@ -179,9 +179,15 @@ def _needs(config: Config, name: str, root: Path) -> tuple[Need, ...]:
         require_keys(entry, valid, where)
         if not {"path", "how"} <= set(entry):
             raise ExperimentError(f"{where} lacks 'path' or 'how'; give both")
-        present = (root / entry["path"]).exists()
+        path = root / entry["path"]
+        present = path.exists() and not unfinished(path).exists()
         needs.append(Need(**{**entry, "present": present, "files": tuple(entry.get("files", ()))}))
     return tuple(needs)
+
+
+def unfinished(path: Path) -> Path:
+    """Return the file that marks an input as fetched in part. ``make download`` makes and removes it."""
+    return path.with_name(f".{path.name}.fetching")
 
 
 def closure(stages: Sequence[Stage]) -> list[Stage]:

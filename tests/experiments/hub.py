@@ -44,6 +44,8 @@ class Hub:
         found = GET.fullmatch(path)
         kind = found and (found["kind"] or "models")
         revisions = self.published.get(f"{kind}/{found['name']}", {}) if found else {}
+        if found and kind == "models" and found["name"] in self.files:
+            revisions = {"main": self.files[found["name"]]}
         revision = next((r for r in revisions if found and unquote(found["revision"]) in (r, commit(r))), None)
         if found is None or revision is None:
             code = "RevisionNotFound" if revisions else "RepoNotFound"
@@ -80,6 +82,8 @@ class Hub:
             return 200, {"files": modes}
         if path == f"/api/models/{name}/commit/main":
             for line in map(json.loads, body.splitlines()):
+                if line["key"] == "deletedFile":
+                    del self.files[name][line["value"]["path"]]
                 if line["key"] == "file":
                     self.files[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             return 200, {"success": True, "commitOid": "c" * 40, "commitUrl": f"{self.endpoint}/{name}/commit/c"}

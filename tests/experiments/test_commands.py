@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from common.secret import SECRET_VARIABLE
+from experiments.commands.agent_check import agent_check
 from experiments.commands.ask import asked_task
 from experiments.commands.cli import build_parser, split_overrides
 from experiments.commands.models import evaluate, find_model
@@ -20,7 +21,7 @@ from experiments.commands.servers import SERVER_OPTIONS, server_options
 from experiments.launch import runner
 from experiments.launch.shared_secret import FILE
 from experiments.registry.errors import ExperimentError
-from experiments.registry.project import ROOT
+from experiments.registry.project import ROOT, Project
 from experiments.stages.context import Node, RunContext
 from experiments.stages.store import StageFolder
 from retrieval import server
@@ -280,6 +281,18 @@ def test_how_a_released_model_is_had_is_said_before_it_is_missed(workshop):
     workshop.write("x", f"experiment: {{kind: test, needs: {needs}}}\nmodel: {model}\ndata: {data}\n")
     with pytest.raises(ExperimentError, match=r"needs: models/released \(make download EXP=x\)"):
         evaluate(Namespace(checkpoint=None, trust=False), RunContext(workshop.project, "x", (), None))
+
+
+def test_what_ask_and_agent_check_are_given_is_read_before_a_model_loads(workshop, tmp_path, monkeypatch):
+    for module in ("ask", "agent_check"):
+        monkeypatch.setattr(f"experiments.commands.{module}.start", None)
+    given = ("--paths.questions", str(tmp_path / "none.parquet"), "--paths.model", str(tmp_path))
+    context = RunContext(Project(), "my_grpo", given, None)
+    (tmp_path / "last.ckpt").touch()
+    program = "{class_path: rollout.programs.functions.FunctionProgram, init_args: {function: a.b}}"
+    checked = replace(context, arguments=(*given, f"--data.rollouts.program={program}"))
+    with pytest.raises(ExperimentError, match="is no model folder; make one of it first: make export EXP=my_grpo"):
+        agent_check(Namespace(checkpoint=str(tmp_path / "last.ckpt"), question="why?"), checked)
 
 
 def test_a_question_that_is_asked_is_put_as_the_data_set_puts_its_own():

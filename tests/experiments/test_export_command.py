@@ -133,7 +133,11 @@ def test_to_the_hub(trained, tmp_path, monkeypatch, capsys):
             export(SimpleNamespace(to=to, checkpoint="last", trust=False, dtype=None, public=public), context)
 
         push("hub:lab/agent")
+        earlier = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "rollout_template.jinja")
+        found.files["lab/agent"] |= dict.fromkeys((*earlier, "notes.md"), b"of an earlier export")
         push("hub:lab/agent")  # once more: another commit
+        assert not set(earlier) & found.files["lab/agent"].keys(), "vLLM would load the earlier weights"
+        assert found.files["lab/agent"].pop("notes.md"), "what an export does not write stays"
         push("hub:lab/open", public=True)
         assert found.private == {"lab/agent": True, "lab/open": False}
         assert "uploaded to lab/agent (private)" in capsys.readouterr().out
@@ -149,7 +153,7 @@ def test_to_the_hub(trained, tmp_path, monkeypatch, capsys):
         for to, token, said in (
             ("hub:agent", "hf_right", "hub:agent: expected hub:owner/name"),
             ("hub:a/b/c", "hf_right", "expected hub:owner/name"),
-            ("hub:lab/other", "hf_wrong", "the upload failed: .*Invalid credentials"),
+            ("hub:lab/other", "hf_wrong", "the hub does not take it: .*Invalid credentials"),
             ("hub:lab/other", "", "found no token of the hub; run `hf auth login`, or set HF_TOKEN"),
         ):
             monkeypatch.setenv("HF_TOKEN", token)
@@ -157,5 +161,9 @@ def test_to_the_hub(trained, tmp_path, monkeypatch, capsys):
             with pytest.raises(ExperimentError, match=said) as caught:
                 push(to)
             assert "\n" not in str(caught.value)
+    monkeypatch.setattr("experiments.commands.export.export_folder", None)  # known before anything is merged
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    with pytest.raises(ExperimentError, match="hub:lab/other: the hub does not take it: .*"):  # it has gone
+        push("hub:lab/other")
     with pytest.raises(ExperimentError, match="--public is for the hub"):
         push(str(tmp_path / "folder"), public=True)

@@ -87,6 +87,20 @@ def test_an_ablation_seed_that_is_not_a_seed_is_refused_before_training(workshop
         run(RunContext(project, "arpo", (), None), ablation_seeds="1,3")
 
 
+def test_one_method_with_two_settings_is_refused_before_training(workshop, model_dir, monkeypatch):
+    """An override reaches the experiment and its ablations, but not what these are compared with."""
+    project, context = make_done(workshop, model_dir)
+    monkeypatch.setattr("experiments.launch.runner.make", None)
+    context = dataclasses.replace(context, arguments=("--trainer.max_steps=2",))
+    text = FIT.format(label="random branches", branch=2, more=", compare: [arpo]")
+    workshop.write("arpo_random", text)
+    with pytest.raises(ExperimentError, match="overrides reach 'arpo' as an experiment or ablation of its own"):
+        run(context)
+    workshop.write("arpo_random", text.replace("max_steps: 1", 'max_steps: "${stage:none}"'))
+    with pytest.raises(ExperimentError, match="none"):
+        run(dataclasses.replace(context, arguments=()))
+
+
 def test_one_object_per_method_and_seed_with_the_columns_of_the_experiment(done, capsys):
     project, context = done
     run(context)

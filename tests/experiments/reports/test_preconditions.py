@@ -7,12 +7,14 @@ import dataclasses
 
 import pytest
 
+from data_modules.datasets.splits import Splits
 from experiments.commands.command import make_graph
 from experiments.commands.preconditions import advised, find_skills, find_teacher, measured, require_gates, shuffled
 from experiments.registry.errors import ExperimentError
 from experiments.registry.project import Project
 from experiments.reports.preconditions import Gate, auc, distillation_gates, fork_gates, place, skill_gates
 from experiments.stages.context import RunContext, StageFailed
+from rollout.trajectory import Task
 from tests.callbacks.evaluation.turn_score_helpers import make_scores
 
 
@@ -91,6 +93,23 @@ def test_start_and_training_are_measured_alike(context):
     classes = [c["class_path"].rpartition(".")[2] for c in config["trainer"]["callbacks"]]
     assert "Evaluation" in classes and not {"TurnDivergence", "IterationCheckpoint", "ARCap"} & {*classes}
     assert find_teacher(target) == target.config["model"]["init_args"]["teacher"] and find_skills(target) is None
+
+
+def test_gates_see_training_questions_where_one_file_is_split(context, tmp_path):
+    tasks = [Task(f"q{i}", f"question {i}?", ("a",), "mine") for i in range(50)]
+    given = ("--paths.questions", str(tmp_path / "q.parquet"), "--paths.model", str(tmp_path))
+    target = make_graph(dataclasses.replace(context, target="my_arpo", arguments=given)).target()
+    splits = [Splits(**c["data"]["init_args"]["splits"]) for c in (target.config, measured(target, 16)[0])]
+    assert splits[1].part(tasks, "test") == splits[0].part(tasks, "train")
+    assert not {*map(id, splits[1].part(tasks, "test"))} & {*map(id, splits[0].part(tasks, "test"))}
+
+
+def test_gates_need_folders(context, tmp_path, monkeypatch):
+    given = ("--paths.questions", str(tmp_path / "q.parquet"), "--paths.model", "owner/model")
+    asked = dataclasses.replace(context, target="my_arpo", arguments=given)
+    monkeypatch.setattr("experiments.launch.runner.make", None)
+    with pytest.raises(ExperimentError, match="policy is owner/model, a name on the hub, and gates need a folder"):
+        require_gates(make_graph(asked), asked, "")
 
 
 def test_skills_go_into_the_students_prompt(context):
