@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GLOO: dict[str, Any] = {}  # the gloo group beside the default group ``world``, made at the first gather
-_WAIT: dict[str, timedelta] = {}  # "timeout": how long a gather waits for a rank; default: torch's 30 minutes
+_WAIT: dict[str, Any] = {}  # "timeout": how long a gather waits for a rank; default: torch's 30 minutes
 
 
 def wait_for(timeout: timedelta | None) -> None:
