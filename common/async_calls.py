@@ -23,8 +23,8 @@ def pause_before_retry(retry: int, base_s: float) -> float:
 
 
 def holdable(error: BaseException) -> BaseException:
-    """Return an error as asyncio's futures can hold it. They refuse StopIteration, and whoever waits would wait for
-    ever."""
+    """Return an error as asyncio's futures can hold it. They refuse StopIteration, so that what awaits them would wait
+    forever."""
     return RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
 
 

@@ -133,18 +133,21 @@ class BuildIndex:
             metadata = check_index(folder, corpus)
         except IndexFolderError:
             return False
-        settings = self._settings()
-        if VECTORS not in metadata.settings:  # of an earlier version
-            settings.pop(VECTORS, None)
-        return (metadata.kind, metadata.settings) == (self.kind, settings)
+        mine, built = self._settings(), dict(metadata.settings)
+        if VECTORS not in mine or VECTORS not in built:  # the file is gone, or the index is of an earlier version
+            mine.pop(VECTORS, None)
+            built.pop(VECTORS, None)
+        return (metadata.kind, built) == (self.kind, mine)
 
     def _settings(self) -> dict[str, Any]:
         parts = {"encoder": self.encoder, "hnsw": self.hnsw, "ivfpq": self.ivfpq}
         settings = {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
         if self.vectors:
             file = Path(self.vectors)
-            stat = (file / "vectors.json" if file.is_dir() else file).stat()
-            settings |= {"vectors": self.vectors, VECTORS: [stat.st_size, stat.st_mtime_ns]}
+            file = file / "vectors.json" if file.is_dir() else file
+            settings |= {"vectors": self.vectors}
+            if file.is_file():
+                settings |= {VECTORS: [file.stat().st_size, file.stat().st_mtime_ns]}
         return settings | self._reading()
 
     def _reading(self) -> dict[str, Any]:

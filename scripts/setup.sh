@@ -58,7 +58,8 @@ Update the driver (a CUDA toolkit is not needed), or take the CPU builds: FORCE_
 
 # The other build's torch and vLLM would count as those of this one. Earlier versions wrote the stamp alone.
 EARLIER=$(cat "$VENV/.build" 2>/dev/null || sed 's/.*-//' "$STAMP" 2>/dev/null || true)
-[ "${EARLIER:-$BUILD}" = $BUILD ] || rm -rf "$VENV"
+[ "${EARLIER:-$BUILD}" = $BUILD ] || fail "$VENV has the $EARLIER builds, and this machine takes the $BUILD ones.
+Keep it: FORCE_${EARLIER^^}=1 make setup. Or make it again: rm -rf $VENV && make setup"
 rm -f "$STAMP"
 "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" # an interrupted one has no pip
 printf $BUILD >"$VENV/.build"

@@ -139,14 +139,16 @@ class MLflowRun:
         self._log_artifact(lambda: client.log_artifact(self.run_id, str(path), artifact_folder))
 
     def _log_artifact(self, send: Callable[[], Any]) -> None:
-        """Send an artifact. Artifacts have a store of their own: if it fails, warn once, since the stage's folder has
-        the files."""
+        """Send an artifact. Artifacts have a store of their own: if it fails while MLflow itself answers, warn once and
+        leave artifacts out, since the stage's folder has the files."""
+        if self._without_artifacts:
+            return
         try:
             send()
         except Exception as error:
-            if not self._without_artifacts:
-                reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-                log.warning("MLflow (%s) does not take the run's artifacts, which stay here: %s", self.uri, reason)
+            self.open().get_run(self.run_id)  # raises if nothing answers: the artifact is sent later
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            log.warning("MLflow (%s) does not take the run's artifacts, which stay here: %s", self.uri, reason)
             self._without_artifacts = True
 
     def log_parameters(self, found: Mapping[str, Any]) -> None:

@@ -93,13 +93,14 @@ def _ours(
 
 
 def _answers(value: Any) -> Any:
-    """Return gold answers as a list of texts. JSON text of a list of texts is such a list, too; of other values it is
-    one answer, such as an interval. Other values are returned unchanged."""
+    """Return gold answers as a list of texts, parsed first if they are JSON text. Text of two numbers is one answer, an
+    interval. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError):
             return [value]
-        value = parsed if all(isinstance(one, str) for one in parsed) else [value]
+        numbers = [one for one in parsed if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        value = [value] if len(numbers) == len(parsed) == 2 else parsed
     answers = as_answers(value)
     return value if answers is None else list(answers)

@@ -8,6 +8,7 @@ import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,8 @@ def download(args: argparse.Namespace, context: RunContext) -> None:
         raise ExperimentError(
             "\n  ".join(["these could not be fetched:", *failed])
             + "\nCheck the network (proxy: HTTPS_PROXY; mirror: HF_ENDPOINT; gated models: HF_TOKEN) and run the "
-            "command again; it continues where it stopped. Or put the files at the paths above by hand."
+            "command again; it continues where it stopped. Or put the files at the paths above by hand, and remove "
+            ".NAME.fetching beside them."
         )
 
 
@@ -55,20 +57,21 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
     from huggingface_hub import HfApi, snapshot_download
 
     target = root / need.path
-    one = need.assemble or target.name in need.files
-    folder = target.parent if one else target
-    mark = unfinished(target)
+    one = need.assemble or any(fnmatch(target.name, pattern) for pattern in need.files)
+    folder, mark = target.parent if one else target, unfinished(target)
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
         # Without the hub's answer snapshot_download would return a folder that has any file.
         commit = HfApi().repo_info(hub, repo_type=need.repo_type, revision="main").sha
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
         wanted = list(need.files) or None
         snapshot_download(hub, repo_type=need.repo_type, revision=commit, local_dir=folder, allow_patterns=wanted)
     except (httpx2.HTTPError, OSError, RuntimeError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     if need.assemble:
         parts = sorted(p for pattern in need.files for p in folder.glob(pattern))
+        if not parts:
+            return f"{hub} has no file {' or '.join(need.files)}"
         print(f"          joining {len(parts)} files into {need.path}", flush=True)
         try:
             assemble(parts, target)
@@ -76,7 +79,7 @@ def _fetch(need: Need, hub: str, root: Path) -> str | None:
             return f"joining {', '.join(part.name for part in parts)}: {error}"
         for part in parts:  # wiki-18's vectors would take 65 GB twice
             part.unlink()
-    mark.unlink()
+    mark.unlink(missing_ok=True)
     return None if target.exists() else f"fetched, but {need.path} is not there: {need.how}"
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from experiments.stages.store import StageFolder
 
 HUB = "hub:"
 PROVENANCE = "provenance.yaml"
-EXPORTED = ("*.safetensors", "*.safetensors.index.json", "adapter/*", "*.jinja")  # all that an export may leave out
+EXPORTED = ("*.safetensors", "*.safetensors.index.json", "*.jinja", "digests.sha256")  # what an export may leave out
 OWN = ("last", "best")  # checkpoints of the experiment's stage
 WHICH = "last or best (of the experiment, finished or not), a .ckpt (file or DeepSpeed folder) or a model folder"
 
@@ -99,11 +100,14 @@ def upload(repository: str, folder: Path) -> None:
     """Upload an exported folder to the hub. Files of an earlier export that would be loaded with it are deleted."""
     from huggingface_hub import HfApi
 
-    message = f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
+    api, message = HfApi(), f"Export by compact-agents {importlib.metadata.version('compact-agents')}"
     with hub_faults(f"--to {HUB}{repository}: the upload failed"):
-        HfApi().upload_folder(
+        there = api.list_repo_files(repository)
+        earlier = [name for name in there if "/" not in name and any(fnmatch(name, pattern) for pattern in EXPORTED)]
+        earlier += [name for name in there if name.startswith("adapter/")]
+        api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=[PROVENANCE],
-            delete_patterns=list(EXPORTED),
+            delete_patterns=earlier or None,
         )  # fmt: skip
 
 

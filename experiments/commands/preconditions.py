@@ -95,9 +95,11 @@ def require_gates(
 
 def require_folders(target: Stage, root: Path) -> None:
     """Raise ExperimentError if the policy or the teacher is the name of a model on the hub: the gates read folders."""
-    arguments = target.config["model"]["init_args"]
+    arguments, listed = target.config["model"]["init_args"], {need.path for need in target.needs}
     for name, model in (("policy", str(arguments["policy"])), ("teacher", find_teacher(target))):
-        if model is not None and not model.startswith("/") and model.count("/") == 1 and not (root / model).exists():
+        if model is None or model in listed or model.startswith("/") or (root / model).exists():
+            continue
+        if model.count("/") == 1:
             raise ExperimentError(
                 f"'{target.name}': {name} is {model}, a name on the hub, and gates need a folder; fetch it, and name "
                 f"the folder: hf download {model} --local-dir models/{model}"

@@ -79,8 +79,8 @@ def require_possible(runs: Sequence[RunContext]) -> None:
     """Check all runs before the first one trains.
 
     Raises:
-        ExperimentError: overrides that an ablation does not know, or that reach an experiment as an ablation but not
-            where others are compared with it (a table would mix the two), or a missing input.
+        ExperimentError: overrides that an ablation does not know, or that reach an experiment in one place and not in
+            another (a table would mix the two), or a missing input.
     """
     folders: dict[tuple[str, int], Path] = {}
     stages: dict[Path, Stage] = {}
@@ -90,11 +90,11 @@ def require_possible(runs: Sequence[RunContext]) -> None:
             stages[stage.folder] = stage
             if folders.setdefault((stage.name, stage.config["seed_everything"]), stage.folder) != stage.folder:
                 raise ExperimentError(
-                    f"overrides reach '{stage.name}' as an experiment or ablation of its own, but not where "
-                    f"'{context.target}' is compared with it, so that the table would mix two settings; write the "
-                    "options into experiments of your own (docs/concepts.md)"
+                    f"the overrides reach '{stage.name}' where it is reproduced, but not where '{context.target}' "
+                    "needs it, so that the table would mix two settings; write the options into an experiment instead "
+                    "(docs/concepts.md)"
                 )
-    runner.require_needs(list(stages.values()))
+    runner.require_needs(runner.to_make(list(stages.values())))
 
 
 def make_rows(context: RunContext) -> list[dict[str, Any]]:

@@ -287,10 +287,8 @@ def make_stage(
         keep = bool(resume) or (stage.kind == "task" and not fresh and store.path.exists())
         serve = context.for_stage(stage).command("retriever")
         if keep and (replaced := store.replaced_upstream(stage.upstream)):
-            raise ExperimentError(
-                f"{stage.name} began with an earlier {' and '.join(replaced)}, made again since; start it afresh: "
-                f"{_afresh(stage, context)}"
-            )
+            print(f"  it began with an earlier {' and '.join(replaced)}, made again since", flush=True)
+            print(f"  from the beginning instead: {_afresh(stage, context)}", flush=True)
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}

@@ -57,7 +57,11 @@ class Screen:
     def tick(self) -> None:
         """Redraw the progress line on a terminal, if the last drawing is old."""
         if self._terminal and self._fresh and time.monotonic() - self._drawn >= REDRAW_S:
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80  # as they are now
+            try:
+                columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80  # as they are now
+            except OSError:  # it was closed
+                self._terminal = False
+                return
             text = status(self._progress, self._chain, time.monotonic() - self._begun, columns - 1)
             out(b"\r\x1b[K" + text.encode())
             self._drawn = time.monotonic()
@@ -129,6 +133,7 @@ def _chain_left(progress: Progress | None, chain: Chain, elapsed: float) -> str:
 
 
 def out(data: bytes) -> None:
+    """Write to the standard output, even if nobody reads it any more."""
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -139,8 +144,8 @@ def out(data: bytes) -> None:
 
 
 def _go_on_unread() -> None:
-    """Let what nobody reads any more (``tee`` ended with the same Ctrl-C, the terminal was closed) go nowhere, so that
-    the stage can end as it should. Its log has everything."""
+    """Send what is printed to /dev/null from now on, because its reader is gone (``tee`` ended with the same Ctrl-C,
+    the terminal was closed). The stage can then end as it should, and its log has everything."""
     nowhere, gone = os.open(os.devnull, os.O_WRONLY), os.fstat(sys.stdout.fileno())
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         if os.path.samestat(os.fstat(descriptor), gone):

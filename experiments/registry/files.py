@@ -74,7 +74,7 @@ def data_arguments(config: Config) -> Config:
 def short(error: Exception) -> str:
     """Return an error message as one line: its first line, or for a YAML error three lines, which name the place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) if isinstance(error, yaml.YAMLError) else lines[0]
+    return " ".join(lines[:3]) if isinstance(error, yaml.YAMLError) else (lines or [type(error).__name__])[0]
 
 
 def merge(base: Config, over: Config) -> Config:

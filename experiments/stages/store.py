@@ -136,14 +136,20 @@ class StageFolder:
         return "interrupted" if anything_saved(self.path) else "unfinished"
 
     def identity(self) -> str | None:
-        """Return a hash of what the stage hands on (its model, or else its tables and index), or None while the stage
-        is not done. A second run with the same outcome has the same identity."""
+        """Return a hash of what the stage hands on (its model, or else its index and tables), or None while the stage
+        is not done. A second run has the same identity if its model or index is the same; tables of trajectories record
+        times, and so differ."""
         if self.result() is None:
             return None
-        model = list_path(self.path / MODEL)
-        files = [model] if model.is_file() else [list_path(self.path), self.path / INDEX / "metadata.json"]
-        read = b"".join(file.read_bytes() for file in files if file.is_file())
-        return hashlib.sha256(read).hexdigest()
+        model, index = list_path(self.path / MODEL), self.path / INDEX / "metadata.json"
+        if model.is_file():
+            found = model.read_text()
+        elif index.is_file():
+            described = read_json(index)
+            found = json.dumps([described.get(key) for key in ("kind", "corpus_sha256", "passages")])
+        else:
+            found = list_path(self.path).read_text() if list_path(self.path).is_file() else ""
+        return hashlib.sha256(found.encode()).hexdigest()
 
     def replaced_upstream(self, upstream: Iterable[Stage]) -> list[str]:
         """Return the names of the ``upstream`` stages that have another outcome than when this stage began, because

@@ -159,8 +159,8 @@ def _first(names: Sequence[str]) -> str:
 def paused(optimizer: LightningOptimizer, idle: bool) -> Iterator[None]:
     """Set the learning rate to 0 inside the block if the step has no loss tokens (``idle``).
 
-    Its gradient is zero, but momentum and weight decay would still move the weights. The step itself still runs, which
-    keeps counters and collectives of all ranks equal.
+    Its gradient is zero, but momentum and weight decay would still move the weights. The step itself still runs
+    (AdamW's moments decay), which keeps counters and collectives of all ranks equal.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     if idle:

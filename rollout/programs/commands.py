@@ -102,8 +102,7 @@ class CommandProgram:
             try:
                 return await self._run(folder, task_variables(told, task), model)
             finally:
-                for one in (folder, told):
-                    await asyncio.shield(asyncio.to_thread(shutil.rmtree, one, ignore_errors=True))
+                await asyncio.shield(asyncio.to_thread(_remove, folder, told))
 
     async def close(self) -> None:
         self._slots.drop()
@@ -179,6 +178,11 @@ class CommandProgram:
             return ProgramResult(float(code == 0))
         lines = said.decode(errors="replace").strip().splitlines()
         return result_of(lines[-1].strip()) if lines else ProgramResult()
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def result_of(line: str) -> ProgramResult:

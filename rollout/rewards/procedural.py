@@ -48,22 +48,22 @@ class ReasoningGymReward:
 
 
 def _value(item: str, answer: str, timeout_s: float) -> float:
-    try:
-        value, fault = _remembered(item, answer, timeout_s)
-    except (DeadlineExceeded, WorkerDied) as error:
-        value, fault = 0.0, str(error)
+    value, fault = _remembered(item, answer, timeout_s)
     if fault:
         name = json.loads(item)["dataset"]
         logger.warning("the scorer of %s failed on %.60r, which scores 0: %s", name, answer, fault)
     return value
 
 
-@lru_cache(maxsize=4096)  # the trajectories of a group repeat answers; on a busy machine a second try may be in time
+@lru_cache(maxsize=4096)  # the trajectories of a group repeat answers, and get the same score
 def _remembered(item: str, answer: str, timeout_s: float) -> tuple[float, str]:
-    try:
-        return _PROCESSES.call(item, answer, timeout_s=timeout_s)
-    except WorkerDied:  # perhaps the system ran out of memory
-        return _PROCESSES.call(item, answer, timeout_s=timeout_s)
+    fault = ""
+    for _ in range(2):  # on a busy machine a second try may be in time
+        try:
+            return _PROCESSES.call(item, answer, timeout_s=timeout_s)
+        except (DeadlineExceeded, WorkerDied) as error:
+            fault = str(error)
+    return 0.0, fault
 
 
 def score_answer(item: str, answer: str) -> tuple[float, str]:

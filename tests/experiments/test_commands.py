@@ -283,9 +283,8 @@ def test_how_a_released_model_is_had_is_said_before_it_is_missed(workshop):
         evaluate(Namespace(checkpoint=None, trust=False), RunContext(workshop.project, "x", (), None))
 
 
-def test_what_ask_and_agent_check_are_given_is_read_before_a_model_loads(workshop, tmp_path, monkeypatch):
-    for module in ("ask", "agent_check"):
-        monkeypatch.setattr(f"experiments.commands.{module}.start", None)
+def test_agent_check_reads_what_it_is_given_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.commands.agent_check.start", None)
     given = ("--paths.questions", str(tmp_path / "none.parquet"), "--paths.model", str(tmp_path))
     context = RunContext(Project(), "my_grpo", given, None)
     (tmp_path / "last.ckpt").touch()

@@ -94,7 +94,7 @@ def test_one_method_with_two_settings_is_refused_before_training(workshop, model
     context = dataclasses.replace(context, arguments=("--trainer.max_steps=2",))
     text = FIT.format(label="random branches", branch=2, more=", compare: [arpo]")
     workshop.write("arpo_random", text)
-    with pytest.raises(ExperimentError, match="overrides reach 'arpo' as an experiment or ablation of its own"):
+    with pytest.raises(ExperimentError, match="the overrides reach 'arpo' where it is reproduced, but not where"):
         run(context)
     workshop.write("arpo_random", text.replace("max_steps: 1", 'max_steps: "${stage:none}"'))
     with pytest.raises(ExperimentError, match="none"):

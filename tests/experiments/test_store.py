@@ -147,3 +147,16 @@ def test_preparing_afresh_empties_the_folder(workshop):
     assert (stage.folder / "leftover").exists()
     store.prepare(stage, {}, keep=False)
     assert not (stage.folder / "leftover").exists()
+
+
+def test_an_index_that_was_built_again_is_the_same_index(tmp_path):
+    store = StageFolder(tmp_path / "index" / "key")
+    (store.path / "index").mkdir(parents=True)
+    assert store.identity() is None, "not done"
+    found = []
+    for about in ({"seconds": 1.0}, {"seconds": 2.0, "versions": {"faiss": "9"}}, {"corpus_sha256": "other"}):
+        described = {"kind": "bm25", "corpus_sha256": "a", "passages": 3, **about}
+        (store.path / "index" / "metadata.json").write_text(json.dumps(described))
+        (store.path / "result.json").write_text("{}")
+        found.append(store.identity())
+    assert found[0] == found[1] != found[2]

@@ -91,19 +91,20 @@ def test_ready_is_what_a_product_on_the_device_says(set_up, tmp_path):
     assert set_up() == (0, "", told), "nothing is left to do"
 
 
-def test_an_environment_of_the_other_build_or_of_an_interrupted_set_up_is_made_again(set_up, tmp_path):
+def test_an_environment_of_the_other_build_is_refused_and_one_of_an_interrupted_set_up_mended(set_up, tmp_path):
     venv = tmp_path / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")  # without pip, as after Ctrl-C
     (venv / "bin" / "python").chmod(0o755)
     assert set_up()[1].endswith("ready\n")
-    for machine, stays in (({"GPUS": ""}, False), ({}, False), ({"CHECK": 1}, True)):
-        (venv / "of the last build").touch()
-        set_up(**machine)
-        assert (venv / "of the last build").exists() is stays
-        if not stays:  # as an earlier version left it
-            (venv / ".build").unlink()
-            (venv / ".setup-stamp").write_text("0123456789abcdef-" + ("cpu" if machine else "cuda"))
+    status, printed, _ = set_up(GPUS="")
+    assert status == 1 and ".venv has the cuda builds, and this machine takes the cpu ones.\n" in printed
+    assert "Keep it: FORCE_CUDA=1 make setup. Or make it again: rm -rf .venv && make setup" in printed
+    (venv / ".build").unlink()
+    (venv / ".setup-stamp").write_text("0123456789abcdef-cpu")  # as an earlier version left it
+    assert ".venv has the cpu builds, and this machine takes the cuda ones." in set_up()[1]
+    shutil.rmtree(venv)
+    assert set_up()[1].endswith("ready\n")
 
 
 @pytest.mark.parametrize("uv", ["works", "fails", "missing"])

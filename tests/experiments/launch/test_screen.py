@@ -77,6 +77,22 @@ def test_a_mark_in_the_programs_own_output_is_text(tmp_path, capfdbinary):
     assert out.startswith(own) and b"100%" in out and (tmp_path / "log").read_bytes() == out
 
 
+def test_a_terminal_that_was_closed_ends_no_stage(tmp_path, monkeypatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setattr("sys.stderr", terminal)
+        shown = Screen(tmp_path / "log", CHAIN)
+        shown.write(as_bytes(at(0.5)))
+        os.close(ours)
+        shown.tick()
+        shown.write(b"stopping cleanly\n")
+        shown.tick()
+        shown.write(as_bytes(at(1.0)))
+        shown.close()
+    assert (tmp_path / "log").read_text().startswith("stopping cleanly\n  stage 4 of 13: train 100%")
+
+
 def test_a_terminal_has_a_status_that_gives_way_to_words(tmp_path, monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((80, 24)))

@@ -51,7 +51,7 @@ def test_unknown_data_sets_and_options_are_refused(datasets):
 
 
 def test_a_deadline_missed_once_is_no_verdict(monkeypatch):
-    asked, said = [], iter([DeadlineExceeded("late"), WorkerDied("killed"), (1.0, "")])
+    asked, said = [], iter([DeadlineExceeded("late"), (1.0, ""), DeadlineExceeded("late"), WorkerDied("killed")])
 
     def call(*arguments, timeout_s):
         asked.append(arguments)
@@ -62,9 +62,10 @@ def test_a_deadline_missed_once_is_no_verdict(monkeypatch):
 
     monkeypatch.setattr(procedural, "_PROCESSES", SimpleNamespace(call=call))
     procedural._remembered.cache_clear()
-    trajectory = answered("12", {KEY: item("chain_sum", 99)})
-    assert [ReasoningGymReward().score(trajectory).total for _ in range(3)] == [0.0, 1.0, 1.0]
-    assert len(asked) == 3, "late; killed and tried again; remembered"
+    for text, score in (("12", 1.0), ("13", 0.0)):
+        trajectory = answered(text, {KEY: item("chain_sum", 99)})
+        assert [ReasoningGymReward().score(trajectory).total for _ in range(3)] == [score] * 3, "of a group alike"
+    assert len(asked) == 4
     procedural._remembered.cache_clear()
 
 
