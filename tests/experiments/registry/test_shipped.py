@@ -235,6 +235,8 @@ def test_arpos_released_checkpoints_are_tested_as_released(name, hub, number, se
     about, data = config["experiment"], config["data"]["init_args"]
     assert (about["kind"], about["needs"]["base"]["hub"]) == ("test", f"dongguanting/{hub}")
     assert number in about["reproduces"] and len(data["test_files"]) == sets
+    tested = {file.partition(":")[0] for file in data["test_files"]}
+    assert {column.partition("/")[2] for column in about["columns"]} - {""} == tested, "each set in the paper's measure"
     sampling = {k: data["eval_sampling"][k] for k in ("temperature", "top_p", "repetition_penalty")}
     assert sampling == {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
     rollouts = data["rollouts"]["init_args"]
