@@ -21,7 +21,7 @@ from rollout.engines.weights.files import WeightFiles
 
 folder, prompt, paths = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 engine = LLMEngine.from_engine_args(EngineArgs(
-    model=folder, max_model_len=256, kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
+    model=folder, dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
     worker_extension_cls="rollout.engines.vllm_servers.worker.ServedWorker",
     weight_transfer_config={"backend": FILES}, **_prepare_cpu(256),
 ))
@@ -70,4 +70,7 @@ def test_a_load_that_broke_off_leaves_nothing_to_the_next_one(model_dir, other_r
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     assert any(line.startswith("broke:") and "the file has gone" in line for line in said), said[-5:]
-    assert json.loads(said[-1]) == other_reference.greedy(prompt, 16)
+    ids = json.loads(said[-1])
+    logprobs = other_reference.logprobs(prompt, tuple(ids))
+    gaps = logprobs.amax(1) - logprobs[range(16), ids]
+    assert gaps.max() < 1e-3, "each is the likeliest, but for a tie within rounding, which depends on the processor"
