@@ -28,16 +28,21 @@ def holdable(error: BaseException) -> BaseException:
     return RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a user's function in a thread, as ``asyncio.to_thread``; a StopIteration becomes a RuntimeError."""
+def raising_holdable(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function whose StopIteration becomes a RuntimeError (``holdable``)."""
 
-    def call() -> T:
+    def call(*arguments: Any, **options: Any) -> T:
         try:
             return function(*arguments, **options)
         except StopIteration as stop:
             raise holdable(stop) from stop
 
-    return await asyncio.to_thread(call)
+    return call
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a user's function in a thread, as ``asyncio.to_thread``; a StopIteration becomes a RuntimeError."""
+    return await asyncio.to_thread(raising_holdable(function), *arguments, **options)
 
 
 class PerLoop(Generic[T]):

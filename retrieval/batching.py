@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.async_calls import holdable
+from common.async_calls import raising_holdable
 from retrieval.types import Document, Progress, SearchBackend
 
 Answer = list[Document]  # to one query
@@ -37,13 +37,7 @@ class OwnerThread:
         self.progress = text
 
     def search(self, queries: list[str], k: int) -> Future[list[Answer]]:
-        def search() -> list[Answer]:
-            try:
-                return self.ready.result().search(queries, k)
-            except StopIteration as stop:
-                raise holdable(stop) from stop
-
-        return self._executor.submit(search)
+        return self._executor.submit(raising_holdable(lambda: self.ready.result().search(queries, k)))
 
     def close(self) -> None:
         """Answer all search requests so far, close the backend, and end the thread."""

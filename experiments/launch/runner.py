@@ -288,7 +288,8 @@ def make_stage(
         serve = context.for_stage(stage).command("retriever")
         if keep and (replaced := store.replaced_upstream(stage.upstream)):
             print(f"  it began with an earlier {' and '.join(replaced)}, made again since", flush=True)
-            print(f"  from the beginning instead: {_afresh(stage, context)}", flush=True)
+            if not resume:  # told above
+                print(f"  from the beginning instead: {_afresh(stage, context)}", flush=True)
         metadata["retrievers"] = retriever_identity.describe(stage.config, stage.name, serve)
         for other in closure([stage]) if keep else closure(stage.upstream):
             earlier = StageFolder(other.folder).metadata().get("retrievers") or {}

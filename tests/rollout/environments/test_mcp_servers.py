@@ -217,6 +217,18 @@ class WebServer:
 
     status, session, silent = 200, "first", False
 
+    async def serve(self, tools):
+        """Start, and write the server's tools to a file; return the runner to clean up, and the server's settings."""
+        app = web.Application()
+        app.router.add_route("*", "/mcp", self.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.SockSite(runner, listener := socket.create_server(("127.0.0.1", 0)))
+        await site.start()
+        servers = {"notes": MCPServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")}
+        write_atomically(tools, json.dumps(await all_tools(servers)))
+        return runner, servers
+
     async def answer(self, request):
         if self.silent:
             await asyncio.Event().wait()
@@ -246,14 +258,7 @@ def test_a_server_that_fails_or_forgets_the_session_is_asked_again_in_a_new_one(
     said = WebServer()
 
     async def run():
-        app = web.Application()
-        app.router.add_route("*", "/mcp", said.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.SockSite(runner, listener := socket.create_server(("127.0.0.1", 0)))
-        await site.start()
-        servers = {"notes": MCPServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")}
-        write_atomically(tmp_path / "tools.json", json.dumps(await all_tools(servers)))
+        runner, servers = await said.serve(tmp_path / "tools.json")
         limits = ToolLimits(retries=1, backoff_s=0.0)
         factory = MCPTools(servers, str(tmp_path / "tools.json"), sessions="shared", limits=limits)
         environment = factory(question())
@@ -279,14 +284,7 @@ def test_a_server_that_falls_silent_costs_a_call_and_not_the_run(tmp_path, monke
     said = WebServer()
 
     async def run():
-        app = web.Application()
-        app.router.add_route("*", "/mcp", said.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.SockSite(runner, listener := socket.create_server(("127.0.0.1", 0)))
-        await site.start()
-        servers = {"notes": MCPServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/mcp")}
-        write_atomically(tmp_path / "tools.json", json.dumps(await all_tools(servers)))
+        runner, servers = await said.serve(tmp_path / "tools.json")
         limits = ToolLimits(retries=0, timeout_s=0.5)
         factory = MCPTools(servers, str(tmp_path / "tools.json"), limits=limits)
         environment = factory(question())
